@@ -1,0 +1,116 @@
+"""The numbers of a step, under the names of verl-omni where it has one, so that curves can be compared.
+
+Called by the training loop, once a step.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from algorithms.program import StepReport
+from asyncflow.controller import StepResult
+from asyncflow.core.graph import Graph, Kind
+from asyncflow.core.plan import CONTROLLER
+from asyncflow.core.trace import DEVICE, Trace, busy_share, waited_for
+from asyncflow.engine import Invalid
+from asyncflow.errors import TrainingError
+from engines.rewards.registry import WeightedReward
+
+Metrics = dict[str, float | int | str]
+
+
+def step_metrics(result: StepResult, graph: Graph, report: StepReport, rewards: Sequence[WeightedReward]) -> Metrics:
+    """All metrics of an RL step. Raises TrainingError if the ranks' weights differ."""
+    return {
+        **_reward_metrics(report, rewards),
+        **_actor_metrics(report),
+        **_update_metrics(result, graph),
+        **timing_metrics(result.trace, graph),
+    }
+
+
+def _reward_metrics(report: StepReport, rewards: Sequence[WeightedReward]) -> Metrics:
+    """Rewards are weighted sums; candidates with an invalid one are counted and left out."""
+    groups = [values[values.isfinite().all(dim=1)] for _, values in sorted(report.rewards.items())]
+    weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
+    totals = [group @ weights for group in groups if len(group)]
+    metrics: Metrics = {"critic/invalid": sum(map(len, report.rewards.values())) - sum(map(len, groups))}
+    if totals:
+        every = torch.cat(totals)
+        flat = sum(len(total) > 1 and total.std().item() == 0 for total in totals)
+        metrics |= {
+            "critic/rewards/mean": every.mean().item(),
+            "critic/rewards/max": every.max().item(),
+            "critic/rewards/min": every.min().item(),
+            "critic/rewards/zero_std_ratio": flat / len(totals),
+        }
+        for place, reward in enumerate(rewards):
+            metrics[f"critic/reward/{reward.name}/mean"] = torch.cat(groups)[:, place].mean().item()
+    kept = [group.advantages[group.kept] for group in report.advantages.values()]
+    sizes = [advantages.abs().mean().item() for advantages in kept if len(advantages)]
+    metrics["critic/advantages/abs_mean"] = sum(sizes) / len(sizes) if sizes else 0.0
+    metrics["critic/kept"] = sum(map(len, kept))
+    return metrics
+
+
+def _actor_metrics(report: StepReport) -> Metrics:
+    """The loss's own metrics, as the mean over mini-batches that trained something."""
+    collected: dict[str, list[float]] = defaultdict(list)
+    for loss in report.losses:
+        for name, value in loss.metrics.items():
+            collected[name].append(value)
+    means: Metrics = {name: sum(values) / len(values) for name, values in collected.items()}
+    return {**means, "actor/ratio_start_deviation": report.start_deviation}
+
+
+def _update_metrics(result: StepResult, graph: Graph) -> Metrics:
+    for task in graph.of(Kind.UPDATE):
+        hashes = {rank: value["sha256"] for rank, value in sorted(result.values[task.id].items())}
+        if len(set(hashes.values())) > 1:
+            raise TrainingError(
+                f"after {task.id} the policy ranks have different weights: "
+                + ", ".join(f"rank {rank} {value[:12]}" for rank, value in hashes.items())
+            )
+    updates = [next(iter(result.values[task.id].values())) for task in graph.of(Kind.UPDATE)]
+    return {
+        "actor/grad_norm": max(update["grad_norm"] for update in updates),
+        "actor/lr": updates[-1]["lr"],
+        "actor/skipped": updates[-1]["skipped"],
+        "weights/sha256": updates[-1]["sha256"],
+    }
+
+
+def timing_metrics(trace: Trace, graph: Graph) -> Metrics:
+    """Seconds of the step and, summed over ranks, of each kind of task; each rank's busy share and what it waited for."""
+    kinds: dict[str, float] = defaultdict(float)
+    for span in trace.spans:
+        if span.lane == DEVICE and span.rank != CONTROLLER:
+            kinds[f"timing_s/{span.name}"] += span.end - span.start
+    metrics: Metrics = {"timing_s/step": trace.seconds, **kinds}
+    for rank in sorted({span.rank for span in trace.spans} - {CONTROLLER}):
+        metrics[f"rank/{rank}/busy"] = busy_share(trace, rank)
+        for reason, seconds in sorted(waited_for(trace, graph, rank).items()):
+            metrics[f"rank/{rank}/waited_s/{reason.replace(' ', '_')}"] = seconds
+    return metrics
+
+
+def evaluation_metrics(result: StepResult, rewards: Sequence[WeightedReward]) -> Metrics:
+    """Mean and deviation of the weighted reward over the videos that could be judged, and each reward's mean."""
+    scores: dict[int, dict[str, float]] = defaultdict(dict)
+    for name, value in result.values.items():
+        kind, _, rest = name.partition("/")
+        if kind == Kind.SCORE and not isinstance(value, Invalid):
+            judge, _, candidate = rest.partition("/0/")
+            scores[int(candidate)][judge] = value
+    judged = [videos for videos in scores.values() if len(videos) == len(rewards)]
+    if not judged:
+        return {"val/judged": 0}
+    totals = torch.tensor([[v[r.name] * r.weight for r in rewards] for v in judged], dtype=torch.float64).sum(dim=1)
+    return {
+        "val/rewards/mean": totals.mean().item(),
+        "val/rewards/std": totals.std(unbiased=False).item(),
+        **{f"val/reward/{r.name}/mean": sum(v[r.name] for v in judged) / len(judged) for r in rewards},
+        "val/judged": len(judged),
+        "timing_s/evaluation": result.trace.seconds,
+    }

@@ -1,0 +1,163 @@
+"""From a configuration to a run: everything that can be wrong is found here, before any process starts or model loads.
+
+Called by the command in the parent and again in every rank; it reads small files and never writes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from algorithms.algorithm import Algorithm
+from algorithms.config import RunConfig
+from algorithms.prompts import read_prompts
+from algorithms.train import Progress, Run
+from asyncflow import checkpoint
+from asyncflow.config import toml_key
+from asyncflow.core import schedules
+from asyncflow.errors import CheckpointError, ConfigError, ModelError
+from engines.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterSettings
+from engines.optimizer import OptimizerSettings
+from engines.policy import load_settings
+from engines.rank import PolicyJob, pick_device
+from engines.rewards.base import PointwiseReward
+from engines.rewards.registry import parse_rewards
+from engines.toy import EVAL_PROMPTS, MODEL, PROMPTS
+
+MODEL_PARTS = ("transformer", "vae", "text_encoder", "tokenizer")
+MAY_CHANGE = frozenset(
+    {"steps", "out", "resume", "eval_prompts", "eval_every", "eval_samples", "save_every", "keep_checkpoints"}
+    | {"schedule", "reward_ranks", "forward_replays", "judge_batch", "device", "channel"}
+)
+"""Keys that a resumed run may have otherwise: they do not change what is trained."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run, and the files of the checkpoint that it goes on from."""
+
+    run: Run
+    model: Path
+    resume: Mapping[str, bytes] | None
+
+    def policy_job(self, rank: int) -> PolicyJob:
+        """What rank `rank` loads if it is a policy rank."""
+        run, config = self.run, self.run.config
+        return PolicyJob(
+            model=self.model,
+            device=pick_device(config.device, rank),
+            kernel=run.algorithm.kernel,
+            units=run.algorithm.units,
+            adapter=AdapterSettings(rank=config.lora_rank, alpha=config.lora_alpha),
+            optimizer=OptimizerSettings(
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                warmup=config.warm_up,
+                max_grad_norm=config.max_grad_norm,
+            ),
+            prompts=[*run.prompts, *run.eval_prompts],
+            seed=config.seed,
+            exact=config.exact,
+            init_adapter=Path(config.init_adapter) if config.init_adapter else None,
+            resume=self.resume,
+        )
+
+
+def prepare(name: str, config: RunConfig, algorithm: Callable[[Any, tuple[float, ...]], Algorithm], ranks: int) -> Prepared:
+    """Check `config` for a run of `ranks` ranks and read what it names. Raises ConfigError and its kin."""
+    cluster = schedules.cluster(config.schedule, ranks, config.judges(ranks))
+    rewards = parse_rewards(config.reward)
+    model = Path(config.model) if config.model else MODEL
+    check_model(model)
+    stochastic_steps = len(load_settings(model).denoising_steps) - 1
+    made = algorithm(config, tuple(reward.weight for reward in rewards))
+    made.trained_steps(stochastic_steps, [0])
+    prompts = read_prompts(Path(config.prompts) if config.prompts else PROMPTS)
+    eval_prompts = _eval_prompts(config)
+    if eval_prompts and not any(isinstance(reward.reward, PointwiseReward) for reward in rewards):
+        raise ConfigError(
+            "--eval-prompts: these rewards only compare candidates with each other, which says nothing of a video by "
+            "itself; add a reward that scores (=0 keeps it out of training), or set --eval-every 0"
+        )
+    if config.init_adapter:
+        _check_adapter(Path(config.init_adapter))
+    resumed = _resume(config) if config.resume else None
+    progress = msgspec.convert(resumed.meta["progress"], Progress) if resumed else Progress()
+    if progress.step >= config.steps:
+        raise ConfigError(f"--steps: the checkpoint is of step {progress.step}; give more than that to go on")
+    run = Run(
+        config=config,
+        algorithm=made,
+        rewards=rewards,
+        cluster=cluster,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        stochastic_steps=stochastic_steps,
+        out=_out(name, config, resumed),
+        progress=progress,
+    )
+    return Prepared(run, model, resumed.files if resumed else None)
+
+
+def check_model(folder: Path) -> None:
+    """Raises ModelError unless `folder` looks like a diffusers Wan folder."""
+    if not folder.is_dir():
+        raise ModelError(f"--model: there is no folder {folder}; give a diffusers folder, such as Wan2.1-T2V-1.3B-Diffusers")
+    missing = [part for part in MODEL_PARTS if not (folder / part).is_dir()]
+    if missing:
+        raise ModelError(f"--model: {folder} is no diffusers Wan folder: it has no {', '.join(missing)}")
+    if not (folder / "transformer" / "config.json").is_file():
+        raise ModelError(f"--model: {folder / 'transformer'} has no config.json; download the model again")
+
+
+def _eval_prompts(config: RunConfig) -> list[str]:
+    if not config.eval_every:
+        return []
+    if config.eval_prompts:
+        return read_prompts(Path(config.eval_prompts))
+    return [] if config.model else read_prompts(EVAL_PROMPTS)
+
+
+def _check_adapter(folder: Path) -> None:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise ModelError(f"--init-adapter: {folder} has no {name}; give a folder that a run wrote as adapter/")
+
+
+def _resume(config: RunConfig) -> checkpoint.Checkpoint:
+    path = Path(config.resume)
+    if (path / checkpoint.MANIFEST).exists():
+        found = checkpoint.load(path)
+    elif (path / "checkpoints").is_dir():
+        found, _damaged = checkpoint.latest(path / "checkpoints")
+    else:
+        raise CheckpointError(f"--resume: {path} is neither a checkpoint nor a run directory with checkpoints")
+    before = _parsed(type(config), found.meta["config"])
+    for field in msgspec.structs.fields(config):
+        was, now = getattr(before, field.name), getattr(config, field.name)
+        if was != now and field.name not in MAY_CHANGE:
+            raise ConfigError(
+                f"--{toml_key(field.name)}: the run to resume has {was!r}, this one {now!r}; pass --config with "
+                f"the config.toml of that run, or start a new run from its adapter with --init-adapter"
+            )
+    return found
+
+
+def _parsed(kind: type[RunConfig], text: str) -> RunConfig:
+    values = {key.replace("-", "_"): value for key, value in msgspec.toml.decode(text).items()}
+    return msgspec.convert(values, kind)
+
+
+def _out(name: str, config: RunConfig, resumed: checkpoint.Checkpoint | None) -> Path:
+    if config.out:
+        out = Path(config.out)
+    elif resumed:
+        return resumed.path.parent.parent
+    else:
+        out = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if (out / "metrics.jsonl").exists() and not (resumed and resumed.path.parent.parent.samefile(out)):
+        raise ConfigError(f"--out: {out} holds a run already; choose another folder, or go on with --resume {out}")
+    return out

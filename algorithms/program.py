@@ -1,0 +1,199 @@
+"""What the controller asks while a step runs: the orders for the engines, and rewards, advantages and coefficients.
+
+Invariant: pure in the configuration, the step and the values it is given; all randomness is keyed by (seed, step,
+position of the prompt, candidate). The training loop makes one program for each step or evaluation.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from algorithms.algorithm import Algorithm, GroupAdvantages, Loss, coefficients
+from asyncflow.core.graph import Graph, Kind, Task, producer
+from asyncflow.engine import Invalid
+from engines.orders import CheckpointOrder, ExportOrder, JudgeOrder, ReplayOrder, RolloutOrder, UpdateOrder
+from engines.rewards.registry import WeightedReward
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a candidate is sampled from: its prompt, its two noise seeds, and where its video is written, if at all."""
+
+    prompt: str
+    initial_seed: int
+    step_seed: int
+    path: str = ""
+
+
+class SamplingProgram:
+    """Orders for rollout, decode, judges and export; all that an evaluation needs. `samples[group][candidate]`."""
+
+    def __init__(self, graph: Graph, samples: Sequence[Sequence[Sample]]) -> None:
+        self.graph = graph
+        self.samples = samples
+
+    def payload(self, tasks: Sequence[Task], values: Mapping[str, Any]) -> Any:
+        """See `Program`."""
+        (task, *_) = tasks
+        match task.kind:
+            case Kind.ROLLOUT:
+                batch = self._batch(task)
+                return RolloutOrder(
+                    tuple(sample.prompt for sample in batch),
+                    tuple((sample.initial_seed, sample.step_seed) for sample in batch),
+                )
+            case Kind.SCORE | Kind.COMPARE:
+                return JudgeOrder(
+                    tuple(self._batch(task)[0].prompt for task in tasks), tuple(map(self._places, tasks))
+                )
+            case Kind.EXPORT:
+                return ExportOrder(tuple(sample.path for sample in self._batch(task)))
+            case _:
+                return None
+
+    def local(self, task: Task, values: Mapping[str, Any]) -> tuple[Any, Sequence[str]]:
+        """An evaluation computes nothing on the controller."""
+        raise AssertionError(f"{task.id} is no task of an evaluation")
+
+    def _batch(self, task: Task) -> list[Sample]:
+        return [self.samples[task.group][candidate] for candidate in task.candidates]
+
+    def _places(self, task: Task) -> tuple[int, ...]:
+        """Where each candidate of a judge's task lies in the micro-batch that holds it."""
+        batches = [self.graph[producer(tensor)].candidates for tensor in task.inputs]
+        return tuple(
+            next(batch.index(candidate) for batch in batches if candidate in batch) for candidate in task.candidates
+        )
+
+
+@dataclass
+class StepReport:
+    """What a step's metrics are made of: `rewards` [G, R] with NaN where invalid, advantages, and losses by update."""
+
+    rewards: dict[int, Tensor] = field(default_factory=dict)
+    invalid: list[str] = field(default_factory=list)
+    advantages: dict[int, GroupAdvantages] = field(default_factory=dict)
+    losses: list[Loss] = field(default_factory=list)
+    start_deviation: float = 0.0
+    """The largest |ratio - 1| before the first update, which is 0 if replay reproduces the rollout."""
+
+
+class StepProgram(SamplingProgram):
+    """An RL step of `algorithm`; `trained[group]` [G, K - 1] says which denoising steps of whom are trained."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        samples: Sequence[Sequence[Sample]],
+        algorithm: Algorithm,
+        rewards: Sequence[WeightedReward],
+        trained: Sequence[Tensor],
+    ) -> None:
+        super().__init__(graph, samples)
+        self.report = StepReport()
+        self._algorithm = algorithm
+        self._rewards = rewards
+        self._trained = trained
+
+    def payload(self, tasks: Sequence[Task], values: Mapping[str, Any]) -> Any:
+        """See `Program`."""
+        (task, *_) = tasks
+        match task.kind:
+            case Kind.FORWARD | Kind.REPLAY:
+                prompts = tuple(sample.prompt for sample in self._batch(task))
+                return ReplayOrder(prompts, self._replayed_steps(task))
+            case Kind.UPDATE:
+                return UpdateOrder(self._coefficients(task, values))
+            case _:
+                return super().payload(tasks, values)
+
+    def local(self, task: Task, values: Mapping[str, Any]) -> tuple[Any, Sequence[str]]:
+        """See `Program`. After an advantage, replays of which no candidate is kept are not needed."""
+        if task.kind is Kind.REWARD:
+            self.report.rewards[task.group] = self._reward(task.group, values)
+            return None, ()
+        advantages = self._algorithm.advantages(task.group, self._pool(task))
+        self.report.advantages[task.group] = advantages
+        unneeded = [
+            other.id
+            for other in self.graph.of(Kind.FORWARD, Kind.REPLAY)
+            if other.group == task.group and not advantages.kept[list(other.candidates)].any()
+        ]
+        return None, unneeded
+
+    def _pool(self, task: Task) -> dict[int, Tensor]:
+        groups = sorted(self.graph[name].group for name in task.values)
+        return {group: self.report.rewards[group] for group in groups}
+
+    def _reward(self, group: int, values: Mapping[str, Any]) -> Tensor:
+        """The rewards [G, R] of a group, NaN where one is invalid."""
+        size = len(self.samples[group])
+        columns = []
+        for weighted in self._rewards:
+            outcomes = {
+                self.graph[name].candidates: value
+                for name, value in values.items()
+                if self.graph[name].judge == weighted.name
+            }
+            column = weighted.reward.rewards(outcomes, size)
+            self.report.invalid += [
+                f"{weighted.name} of candidate {candidate} of prompt {self.samples[group][candidate].prompt!r}: "
+                f"{outcome.reason}"
+                for candidate, outcome in enumerate(column)
+                if isinstance(outcome, Invalid)
+            ]
+            columns.append([float("nan") if isinstance(outcome, Invalid) else outcome for outcome in column])
+        return torch.tensor(columns, dtype=torch.float64).T
+
+    def _replayed_steps(self, task: Task) -> tuple[int, ...]:
+        """The denoising steps that some candidate of the micro-batch trains."""
+        chosen = self._trained[task.group][list(task.candidates)].any(dim=0)
+        return tuple(chosen.nonzero().flatten().tolist())
+
+    def _coefficients(self, update: Task, values: Mapping[str, Any]) -> dict[str, list[list[float]]]:
+        """dL/du for every candidate and replayed step of a mini-batch, by replay task; none if nobody was kept."""
+        replays = [t for t in self.graph.of(Kind.REPLAY) if t.id in update.values and t.id in values]
+        if not replays:
+            return {}
+        units, old, advantages, trained = [], [], [], []
+        width = self._trained[0].shape[1]
+        for task in replays:
+            place, candidates, steps = task.id.partition("/")[2], list(task.candidates), self._replayed_steps(task)
+            new = torch.zeros(len(candidates), width, dtype=torch.float64)
+            new[:, steps] = torch.tensor(values.get(f"forward/{place}", values[task.id]), dtype=torch.float64)
+            of_group = self.report.advantages[task.group]
+            units.append(new)
+            old.append(torch.tensor(values[f"rollout/{place}"], dtype=torch.float64))
+            advantages.append(of_group.advantages[candidates])
+            trained.append(self._trained[task.group][candidates] & of_group.kept[candidates, None])
+        mask = torch.cat(trained)
+        if not mask.any():
+            return {}
+        if update.mini_batch == 0:
+            ratio = (torch.cat(units) - torch.cat(old))[mask].exp()
+            self.report.start_deviation = (ratio - 1).abs().max().item()
+        made, loss = coefficients(self._algorithm, torch.cat(units), torch.cat(old), torch.cat(advantages), mask)
+        self.report.losses.append(loss)
+        parts = made.split([len(task.candidates) for task in replays])
+        return {
+            task.id: part[:, list(self._replayed_steps(task))].tolist()
+            for task, part in zip(replays, parts, strict=True)
+        }
+
+
+class CheckpointProgram:
+    """The one order of a checkpoint."""
+
+    def __init__(self, order: CheckpointOrder) -> None:
+        self._order = order
+
+    def payload(self, tasks: Sequence[Task], values: Mapping[str, Any]) -> Any:
+        """See `Program`."""
+        return self._order
+
+    def local(self, task: Task, values: Mapping[str, Any]) -> tuple[Any, Sequence[str]]:
+        """A checkpoint computes nothing on the controller."""
+        raise AssertionError(f"{task.id} is no task of a checkpoint")

@@ -1,0 +1,148 @@
+"""The graph of an RL step and of an evaluation: the true dataflow, with no schedule's edges.
+
+Invariant: who is in a micro-batch or a mini-batch depends on the configuration alone, never on the schedule, the ranks
+or a result. The training loop builds one graph a step.
+"""
+
+from collections.abc import Sequence
+
+from asyncflow.core.graph import Graph, Kind, Task
+from engines.rewards.base import PairwiseReward
+from engines.rewards.registry import WeightedReward
+
+REPLAYED = ("noisy", "clean")
+"""The tensors of a trajectory that a replay reads."""
+
+
+def step_graph(
+    groups: int,
+    group_size: int,
+    *,
+    mini_batches: int,
+    task_batch: int,
+    rewards: Sequence[WeightedReward],
+    global_statistics: bool = False,
+) -> Graph:
+    """One RL step: rollout, decode, judge, reward, advantage; replay and update for each mini-batch of whole groups.
+
+    With `global_statistics` an advantage waits for the rewards of all groups.
+    """
+    size = groups // mini_batches
+    tasks = [
+        task
+        for group in range(groups)
+        for batch in micro_batches(group_size, task_batch)
+        for task in _sample(group, batch, mini_batch=group // size)
+    ]
+    for group in range(groups):
+        judged = _judge(group, micro_batches(group_size, task_batch), rewards)
+        tasks += judged
+        tasks.append(Task(f"reward/{group}", Kind.REWARD, values=tuple(t.id for t in judged), group=group))
+    for group in range(groups):
+        sources = range(groups) if global_statistics else (group,)
+        tasks.append(
+            Task(f"advantage/{group}", Kind.ADVANTAGE, values=tuple(f"reward/{g}" for g in sources), group=group)
+        )
+    last: tuple[str, ...] = ()
+    for mini_batch in range(mini_batches):
+        members = range(mini_batch * size, (mini_batch + 1) * size)
+        replays = [
+            _replay(group, batch, mini_batch, after=last)
+            for group in members
+            for batch in micro_batches(group_size, task_batch)
+        ]
+        rollouts = tuple(f"rollout/{task.id.partition('/')[2]}" for task in replays)
+        update = Task(
+            f"update/{mini_batch}",
+            Kind.UPDATE,
+            inputs=tuple(f"{task.id}.gradients" for task in replays),
+            values=(*rollouts, *(task.id for task in replays), *(f"advantage/{group}" for group in members)),
+            after=last,
+            mini_batch=mini_batch,
+        )
+        tasks += [*replays, update]
+        last = (update.id,)
+    return Graph(tasks)
+
+
+def checkpoint_graph() -> Graph:
+    """The writing of a checkpoint."""
+    return Graph([Task("checkpoint/step", Kind.CHECKPOINT)])
+
+
+def evaluation_graph(samples: int, shown: int, *, task_batch: int, rewards: Sequence[WeightedReward]) -> Graph:
+    """An evaluation of `samples` videos, each of its own prompt: rollout, decode, scores, and mp4 files of the first.
+
+    The samples count as the candidates of group 0; micro-batches that hold one of the first `shown` are exported.
+    """
+    batches = micro_batches(samples, task_batch)
+    tasks = [task for batch in batches for task in _sample(0, batch, mini_batch=-1)]
+    tasks += _judge(0, batches, rewards)
+    tasks += [
+        Task(f"export/{_place(0, b)}", Kind.EXPORT, f"b{len(b)}", (f"{_decode(0, b)}.frames",), group=0, candidates=b)
+        for b in batches
+        if b[0] < shown
+    ]
+    return Graph(tasks)
+
+
+def micro_batches(group_size: int, task_batch: int) -> list[tuple[int, ...]]:
+    """The candidates of a group in runs of `task_batch`; the last may be shorter."""
+    return [
+        tuple(range(first, min(first + task_batch, group_size))) for first in range(0, group_size, task_batch)
+    ]
+
+
+def _place(group: int, batch: tuple[int, ...]) -> str:
+    return f"{group}/{batch[0]}"
+
+
+def _decode(group: int, batch: tuple[int, ...]) -> str:
+    return f"decode/{_place(group, batch)}"
+
+
+def _sample(group: int, batch: tuple[int, ...], mini_batch: int) -> list[Task]:
+    shape, place = f"b{len(batch)}", _place(group, batch)
+    rollout = Task(
+        f"rollout/{place}", Kind.ROLLOUT, shape, group=group, mini_batch=mini_batch, candidates=batch
+    )
+    decode = Task(
+        _decode(group, batch), Kind.DECODE, shape, (f"{rollout.id}.clean",),
+        group=group, mini_batch=mini_batch, candidates=batch,
+    )  # fmt: skip
+    return [rollout, decode]
+
+
+def _replay(group: int, batch: tuple[int, ...], mini_batch: int, after: tuple[str, ...]) -> Task:
+    place = _place(group, batch)
+    inputs = tuple(f"rollout/{place}.{part}" for part in REPLAYED)
+    return Task(
+        f"replay/{place}", Kind.REPLAY, f"b{len(batch)}", inputs,
+        after=after, group=group, mini_batch=mini_batch, candidates=batch,
+    )  # fmt: skip
+
+
+def _judge(group: int, batches: list[tuple[int, ...]], rewards: Sequence[WeightedReward]) -> list[Task]:
+    """A score for each reward and candidate, or a comparison for each reward and pair."""
+    frames = {candidate: f"{_decode(group, batch)}.frames" for batch in batches for candidate in batch}
+    tasks: list[Task] = []
+    for weighted in rewards:
+        reward = weighted.reward
+        if isinstance(reward, PairwiseReward):
+            tasks += [
+                Task(
+                    f"compare/{reward.name}/{group}/{first}-{second}", Kind.COMPARE,
+                    inputs=tuple(dict.fromkeys((frames[first], frames[second]))),
+                    group=group, candidates=(first, second), judge=reward.name,
+                )  # fmt: skip
+                for first, second in reward.pairs(len(frames))
+            ]
+        else:
+            tasks += [
+                Task(
+                    f"score/{reward.name}/{group}/{candidate}", Kind.SCORE, inputs=(frames[candidate],),
+                    group=group, candidates=(candidate,), judge=reward.name,
+                )  # fmt: skip
+                for candidate in frames
+            ]
+    return tasks

@@ -1,0 +1,239 @@
+"""The training loop, on rank 0: one graph, one plan and one program a step, and all that is written of a run.
+
+Invariant: it decides what a step is, never when a task of it runs. `command` calls `train` once every rank is ready.
+"""
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import msgspec
+
+from algorithms.algorithm import Algorithm
+from algorithms.config import RunConfig
+from algorithms.metrics import Metrics, evaluation_metrics, step_metrics
+from algorithms.program import CheckpointProgram, Sample, SamplingProgram, StepProgram
+from algorithms.prompts import PromptSampler
+from algorithms.step import checkpoint_graph, evaluation_graph, step_graph
+from asyncflow import checkpoint, perfetto
+from asyncflow.config import dump
+from asyncflow.controller import Controller
+from asyncflow.core.cost import CostTable
+from asyncflow.core.graph import Graph
+from asyncflow.core.plan import Cluster, Plan
+from asyncflow.core.schedules import schedule
+from asyncflow.core.simulate import simulate
+from asyncflow.errors import RewardError
+from asyncflow.randomness import derive_seed
+from engines.orders import CheckpointOrder
+from engines.rewards.base import PointwiseReward
+from engines.rewards.registry import WeightedReward
+
+SHOWN = 8
+"""How many held-out prompts an evaluation writes a video of."""
+
+
+class Progress(msgspec.Struct, kw_only=True):
+    """What a resumed run must know besides weights and optimizer; it is part of each checkpoint."""
+
+    step: int = 0
+    best_step: int = 0
+    best: float | None = None
+    costs: CostTable = msgspec.field(default_factory=CostTable)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A training run, resolved: nothing in it can be wrong any more."""
+
+    config: RunConfig
+    algorithm: Algorithm
+    rewards: Sequence[WeightedReward]
+    cluster: Cluster
+    prompts: Sequence[str]
+    eval_prompts: Sequence[str]
+    stochastic_steps: int
+    out: Path
+    progress: Progress = field(default_factory=Progress)
+
+    def step(self) -> tuple[Graph, Plan]:
+        """The graph and the plan of an RL step."""
+        config = self.config
+        return self.scheduled(
+            step_graph(
+                config.prompts_per_step,
+                config.group_size,
+                mini_batches=config.mini_batches,
+                task_batch=config.task_batch,
+                rewards=self.rewards,
+                global_statistics=self.algorithm.global_statistics,
+            )
+        )
+
+    def scheduled(self, dataflow: Graph) -> tuple[Graph, Plan]:
+        """`dataflow` under the run's schedule."""
+        config = self.config
+        graph, plan = schedule(
+            config.schedule,
+            dataflow,
+            self.cluster,
+            forward_replays=config.forward_replays,
+            judge_batch=config.judge_batch,
+        )
+        plan.validate(graph, self.cluster)
+        return graph, plan
+
+
+async def train(run: Run, controller: Controller) -> None:
+    """Train from `run.progress` to the last step, evaluating, saving and reporting on the way."""
+    loop = _Loop(run, controller)
+    loop.open()
+    began, first, last = time.monotonic(), run.progress.step, run.config.steps
+    if first == 0 and loop.evaluates:
+        metrics = {"step": 0, **await loop.evaluate(0)}
+        loop.write(metrics)
+        click.echo(_line(metrics, last, None))
+    for step in range(first + 1, last + 1):
+        metrics = await loop.step(step)
+        if loop.evaluates and (step % run.config.eval_every == 0 or step == last):
+            metrics |= await loop.evaluate(step)
+        loop.write(metrics)
+        if step == last or (run.config.save_every and step % run.config.save_every == 0) or run.progress.best_step == step:
+            await loop.save(step)
+        click.echo(_line(metrics, last, (time.monotonic() - began) / (step - first) * (last - step)))
+    click.echo(f"done: the adapter is in {run.out / 'adapter'}, the metrics in {run.out / 'metrics.jsonl'}")
+
+
+class _Loop:
+    def __init__(self, run: Run, controller: Controller) -> None:
+        self.run = run
+        self.controller = controller
+        self.sampler = PromptSampler(list(run.prompts), run.config.seed)
+        self.graph, self.plan = run.step()
+        self.pointwise = [reward for reward in run.rewards if isinstance(reward.reward, PointwiseReward)]
+        self.evaluates = bool(run.eval_prompts and run.config.eval_every)
+
+    def open(self) -> None:
+        """Make the run directory; of an earlier run that is resumed in it, keep the metrics up to its checkpoint."""
+        self.run.out.mkdir(parents=True, exist_ok=True)
+        (self.run.out / "config.toml").write_text(dump(self.run.config))
+        self.metrics = self.run.out / "metrics.jsonl"
+        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= self.run.progress.step]
+        self.metrics.write_text("".join(f"{line}\n" for line in kept))
+
+    def write(self, metrics: Metrics) -> None:
+        """Append one object to metrics.jsonl."""
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+    async def step(self, step: int) -> Metrics:
+        """One RL step."""
+        run, config = self.run, self.run.config
+        samples = self._samples(step)
+        trained = [
+            run.algorithm.trained_steps(
+                run.stochastic_steps,
+                [derive_seed(config.seed, step, "trained steps", group, place) for place in range(config.group_size)],
+            )
+            for group in range(config.prompts_per_step)
+        ]
+        program = StepProgram(self.graph, samples, run.algorithm, run.rewards, trained)
+        result = await self.controller.run(self.graph, self.plan, program)
+        metrics: Metrics = {"step": step, "training/epoch": step * config.prompts_per_step / len(run.prompts)}
+        metrics |= step_metrics(result, self.graph, program.report, run.rewards) | self._predicted()
+        perfetto.write(result.trace, run.out / "trace" / f"step-{step:06d}.json")
+        run.progress.costs.observe(result.trace, self.graph)
+        run.progress.step = step
+        for reason in program.report.invalid[:3]:
+            click.echo(f"step {step}: invalid: {reason}", err=True)
+        if not metrics["critic/kept"]:
+            raise RewardError(
+                f"step {step}: no group has two candidates with valid rewards, the first because {program.report.invalid[0]}"
+            )
+        return metrics
+
+    async def evaluate(self, step: int) -> Metrics:
+        """Sample the held-out prompts with seeds that never change, and score them."""
+        run = self.run
+        folder = run.out / "samples" / f"step-{step:06d}"
+        samples = [
+            Sample(
+                prompt,
+                derive_seed("evaluation", place, sample, "initial"),
+                derive_seed("evaluation", place, sample, "steps"),
+                str(folder / f"{place:02d}-{_slug(prompt)}.mp4") if place < SHOWN and not sample else "",
+            )
+            for sample in range(run.config.eval_samples)
+            for place, prompt in enumerate(run.eval_prompts)
+        ]
+        graph, plan = run.scheduled(
+            evaluation_graph(len(samples), SHOWN, task_batch=run.config.task_batch, rewards=self.pointwise)
+        )
+        result = await self.controller.run(graph, plan, SamplingProgram(graph, [samples]))
+        run.progress.costs.observe(result.trace, graph)
+        metrics = evaluation_metrics(result, self.pointwise)
+        reward = metrics.get("val/rewards/mean")
+        if isinstance(reward, float) and (run.progress.best is None or reward > run.progress.best):
+            run.progress.best, run.progress.best_step = reward, step
+        return metrics
+
+    async def save(self, step: int) -> None:
+        """Write a checkpoint and the adapter; keep the last ones and the best."""
+        run = self.run
+        root = run.out / "checkpoints"
+        meta = {"progress": msgspec.to_builtins(run.progress), "config": dump(run.config)}
+        graph, plan = run.scheduled(checkpoint_graph())
+        order = CheckpointOrder(str(root), step, meta, str(run.out / "adapter"))
+        await self.controller.run(graph, plan, CheckpointProgram(order))
+        checkpoint.prune(root, run.config.keep_checkpoints, {run.progress.best_step})
+
+    def _samples(self, step: int) -> list[list[Sample]]:
+        """The candidates of each group, with seeds keyed by (seed, step, position of the prompt, candidate)."""
+        config, shared = self.run.config, self.run.algorithm.share_noise
+        return [
+            [
+                Sample(
+                    prompt.text,
+                    derive_seed(config.seed, step, "initial", prompt.position, 0 if shared else candidate),
+                    derive_seed(config.seed, step, "steps", prompt.position, candidate),
+                )
+                for candidate in range(config.group_size)
+            ]
+            for prompt in self.sampler.at(step - 1, config.prompts_per_step)
+        ]
+
+    def _predicted(self) -> Metrics:
+        """The step's time as simulated from the costs of earlier steps, once each of its tasks was seen."""
+        try:
+            return {"timing_s/simulated": simulate(self.graph, self.plan, self.run.progress.costs).seconds}
+        except KeyError:
+            return {}
+
+
+def _slug(prompt: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60]
+
+
+def _line(metrics: Metrics, last: int, left: float | None) -> str:
+    """One line a step, for a person."""
+    parts = [f"step {metrics['step']}/{last}"]
+    for name, label, style in (
+        ("critic/rewards/mean", "reward", ".3f"),
+        ("val/rewards/mean", "held-out", ".3f"),
+        ("actor/ratio_mean", "ratio", ".6f"),
+        ("actor/pg_clipfrac", "clipped", ".0%"),
+        ("timing_s/step", "seconds", ".1f"),
+    ):
+        if name in metrics:
+            parts.append(f"{label} {metrics[name]:{style}}")
+    busy = [f"{value:.0%}" for name, value in metrics.items() if re.fullmatch(r"rank/\d+/busy", name)]
+    if busy:
+        parts.append(f"busy {' '.join(busy)}")
+    if left is not None:
+        parts.append(f"left {left / 60:.0f} min" if left >= 60 else f"left {left:.0f} s")
+    return "  ".join(parts)

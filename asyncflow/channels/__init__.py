@@ -1,0 +1,1 @@
+"""Channels: how a tensor gets from one rank to another. The communicator alone calls them, from its one thread."""

@@ -1,0 +1,112 @@
+"""The communicator of a rank: launches everything that moves, in increasing sequence number, from one thread.
+
+Invariant: numbers only grow. Every rank launches its share of one sequence in order, so no two ranks can wait for each
+other, although sends may block until they are matched. A gang's collective takes its place in the sequence when the
+gang starts and waits there for the engine's tensor. The worker owns it.
+"""
+
+import concurrent.futures
+import time
+from typing import Protocol
+
+import torch
+
+from asyncflow.channels.base import Channel, sum_over_ranks
+from asyncflow.lane import Lane
+from asyncflow.wire import Receive, Send
+
+class Collective(Protocol):
+    """A place in the sequence that a gang holds."""
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` over the gang; blocks the calling thread."""
+
+    def cancel(self) -> None:
+        """Give the place up, because the engine failed before it had a tensor."""
+
+
+class Transport(Protocol):
+    """What a worker needs of its communicator."""
+
+    async def send(self, order: Send, tensor: torch.Tensor) -> None:
+        """Launch a transfer in its turn; return when it has left."""
+
+    async def receive(self, order: Receive) -> tuple[torch.Tensor, float, float]:
+        """Launch a transfer in its turn; return the tensor and when its launch began and ended."""
+
+    def collective(self, sequence: int, ranks: tuple[int, ...]) -> Collective:
+        """Hold the next place in the sequence for a gang."""
+
+    def close(self) -> None:
+        """Finish what was launched and give everything back."""
+
+
+class Communicator:
+    """The transport over a channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lane = Lane("asyncflow-communication")
+        self._last = 0
+
+    async def send(self, order: Send, tensor: torch.Tensor) -> None:
+        """See `Transport`."""
+        self._take(order.sequence)
+        await self._lane.submit(lambda: self._channel.send(order.sequence, order.target, tensor.cpu()))
+
+    async def receive(self, order: Receive) -> tuple[torch.Tensor, float, float]:
+        """See `Transport`."""
+        self._take(order.sequence)
+
+        def receive() -> tuple[torch.Tensor, float, float]:
+            start = time.monotonic()
+            tensor = self._channel.receive(order.sequence, order.source, order.header)
+            return tensor, start, time.monotonic()
+
+        return await self._lane.submit(receive)
+
+    def collective(self, sequence: int, ranks: tuple[int, ...]) -> "GangSum":
+        """See `Transport`."""
+        self._take(sequence)
+        place = GangSum()
+
+        def run() -> None:
+            try:
+                tensor = place.given.result()
+            except concurrent.futures.CancelledError:
+                return
+            try:
+                place.total.set_result(sum_over_ranks(self._channel, sequence, ranks, tensor))
+            except BaseException as error:  # noqa: BLE001 - the engine thread raises it
+                place.total.set_exception(error)
+
+        self._lane.submit(run)
+        return place
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._lane.close()
+        self._channel.close()
+
+    def _take(self, sequence: int) -> None:
+        assert sequence > self._last, f"transfer {sequence} was launched after {self._last}"
+        self._last = sequence
+
+
+class GangSum:
+    """A collective whose tensor comes from the engine thread and whose sum is made on the communication thread."""
+
+    def __init__(self) -> None:
+        self.given: concurrent.futures.Future[torch.Tensor] = concurrent.futures.Future()
+        self.total: concurrent.futures.Future[torch.Tensor] = concurrent.futures.Future()
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Collective`."""
+        self.given.set_result(tensor)
+        return self.total.result()
+
+    def cancel(self) -> None:
+        """See `Collective`."""
+        self.given.cancel()
+
+

@@ -1,0 +1,241 @@
+"""The controller, on rank 0: drives the dispatcher with what the ranks report, and tells them what it decides.
+
+Invariant: it orders nothing itself; every command comes from the dispatcher and leaves in the order given, so that each
+rank sees its share of the one sequence in increasing order. Tensors never pass through it. `launch` makes one for a
+run; the training loop calls `run` for every step.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from asyncflow.core.dispatch import (
+    Abort,
+    Begin,
+    Command,
+    Dispatcher,
+    Done,
+    Drop,
+    Event,
+    Failed,
+    Move,
+    Moved,
+    RankLost,
+    Run,
+    Unneeded,
+)
+from asyncflow.core.graph import Graph, Kind, Task
+from asyncflow.core.plan import CONTROLLER, Plan
+from asyncflow.core.trace import Trace
+from asyncflow.engine import Invalid
+from asyncflow.errors import AsyncflowError, TaskFailed
+from asyncflow.errors import RankLost as RankLostError
+from asyncflow.wire import (
+    Forget,
+    Header,
+    Hello,
+    Link,
+    Message,
+    Ready,
+    Receive,
+    RunTask,
+    Send,
+    Stop,
+    TaskDone,
+    TensorMoved,
+    ToRank,
+    WorkerFailed,
+)
+
+
+class Program(Protocol):
+    """What an algorithm says during a step; called on rank 0 only, with the values a task declared as its needs."""
+
+    def payload(self, tasks: Sequence[Task], values: Mapping[str, Any]) -> Any:
+        """What the engine must know to run `tasks`: anything msgspec can encode."""
+
+    def local(self, task: Task, values: Mapping[str, Any]) -> tuple[Any, Sequence[str]]:
+        """The value of a reward or advantage task, and the ids of tasks that are not needed now that it is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalDone:
+    """The controller itself ended a task, after which `unneeded` tasks are not needed."""
+
+    ticket: int
+    unneeded: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step leaves: its trace, and the value of every task; a gang task's is a dict by rank."""
+
+    trace: Trace
+    values: dict[str, Any]
+    log: list[tuple[Event, tuple[Command, ...]]]
+
+
+class Controller:
+    """One end of a link to every rank."""
+
+    def __init__(self, links: Mapping[int, Link], clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.inbox: asyncio.Queue[tuple[int, Message | LocalDone | None]] = asyncio.Queue()
+        self.pids: dict[int, int] = {}
+        self.transfers = 0
+        """How many numbers of the one sequence earlier steps have used."""
+        self._links = links
+        self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in sorted(links.items())]
+
+    async def ready(self) -> None:
+        """Wait until every rank has loaded what it needs. Raises TaskFailed or RankLost if one could not."""
+        waiting = set(self._links)
+        while waiting:
+            match await self.inbox.get():
+                case rank, Hello(pid=pid):
+                    self.pids[rank] = pid
+                case rank, Ready():
+                    waiting.discard(rank)
+                case rank, WorkerFailed(error=error):
+                    raise TaskFailed(f"rank {rank} could not start: {error}")
+                case rank, _:
+                    raise RankLostError(f"rank {rank} (process {self.pids.get(rank, '?')}) ended before it was ready")
+
+    async def run(self, graph: Graph, plan: Plan, program: Program) -> StepResult:
+        """Execute one step. Raises TaskFailed if a task raised and RankLost if a rank is gone, with one sentence."""
+        step = _Step(self, graph, plan, program)
+        await step.run()
+        self.transfers += step.dispatcher.sequence
+        return StepResult(step.trace, step.values, step.dispatcher.log)
+
+    def send(self, rank: int, message: ToRank) -> None:
+        """Queue a message to a rank."""
+        self._links[rank].send(message)
+
+    async def close(self, error: str = "") -> None:
+        """Tell every rank to stop, in order or because of `error`, and hang up."""
+        for link in self._links.values():
+            link.send(Stop(error))
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        for link in self._links.values():
+            await link.close()
+
+    async def _read(self, rank: int, link: Link) -> None:
+        try:
+            while True:
+                self.inbox.put_nowait((rank, await link.receive()))
+        except EOFError:
+            self.inbox.put_nowait((rank, None))
+
+
+class _Step:
+    """One step under way."""
+
+    def __init__(self, controller: Controller, graph: Graph, plan: Plan, program: Program) -> None:
+        self.controller = controller
+        self.graph = graph
+        self.program = program
+        self.dispatcher = Dispatcher(graph, plan)
+        self.trace = Trace()
+        self.values: dict[str, Any] = {}
+        self.began = controller.clock()
+        self._runs: dict[int, Run] = {}
+        self._moves: dict[int, Move] = {}
+        self._headers: dict[str, Header] = {}
+        self._failure: AsyncflowError | None = None
+
+    async def run(self) -> None:
+        self._handle(Begin())
+        while not self.dispatcher.finished:
+            for event in self._events(*await self.controller.inbox.get()):
+                self._handle(event)
+            if self._failure:
+                raise self._failure
+        self.trace.sort()
+
+    def _handle(self, event: Event) -> None:
+        for command in self.dispatcher.on(event):
+            match command:
+                case Run(ranks=(rank,)) if rank == CONTROLLER:
+                    self._compute(command)
+                case Run():
+                    self._run(command)
+                case Move():
+                    self._move(command)
+                case Drop(tensor, rank):
+                    self.controller.send(rank, Forget(tensor))
+                case Abort():
+                    pass  # whoever fed the failure raises it, and `close` tells the ranks
+
+    def _events(self, rank: int, message: Message | LocalDone | None) -> Iterator[Event]:
+        """What a message means to the dispatcher; its values, headers and times are noted on the way."""
+        match message:
+            case LocalDone(ticket, unneeded):
+                yield Done(ticket, CONTROLLER)
+                if unneeded:
+                    yield Unneeded(unneeded)
+            case TaskDone(ticket, start, end, values, invalid, headers):
+                run = self._runs[ticket]
+                self.trace.ran(run, self.graph, rank, start - self.began, end - self.began)
+                self.trace.invalid.update(invalid)
+                for name, value in values.items():
+                    if run.sequence:
+                        self.values.setdefault(name, {})[rank] = value
+                    else:
+                        self.values[name] = value
+                for name, reason in invalid.items():
+                    self.values[name] = Invalid(reason)
+                self._headers.update(headers)
+                yield Done(ticket, rank, invalid)
+            case TensorMoved(sequence, start, end):
+                sequence -= self.controller.transfers
+                self.trace.moved(self._moves[sequence], start - self.began, end - self.began)
+                yield Moved(sequence)
+            case WorkerFailed(ticket, error, details):
+                what = ", ".join(self._runs[ticket].tasks) if ticket else "a transfer"
+                self._failure = TaskFailed(f"{what} failed on rank {rank}: {error}")
+                self._failure.add_note(details)
+                yield Failed(ticket, rank, error)
+            case _:
+                doing = [
+                    ", ".join(run.tasks)
+                    for ticket, run in self._runs.items()
+                    if rank in run.ranks and not self.dispatcher.has_ended(ticket)
+                ]
+                self._failure = RankLostError(
+                    f"rank {rank} (process {self.controller.pids.get(rank, '?')}) was lost"
+                    f"{' in ' + doing[0] if doing else ''}: its process ended or hung up"
+                )
+                yield RankLost(rank, str(self._failure))
+
+    def _needs(self, tasks: Sequence[Task]) -> dict[str, Any]:
+        return {name: self.values[name] for task in tasks for name in task.values if name in self.values}
+
+    def _compute(self, run: Run) -> None:
+        """A scalar task: done on the spot, and reported behind what has already arrived."""
+        task = self.graph[run.tasks[0]]
+        start = self.controller.clock() - self.began
+        unneeded: Sequence[str] = ()
+        if task.kind is not Kind.BARRIER:
+            self.values[task.id], unneeded = self.program.local(task, self._needs([task]))
+        self.trace.ran(run, self.graph, CONTROLLER, start, self.controller.clock() - self.began)
+        self.controller.inbox.put_nowait((CONTROLLER, LocalDone(run.ticket, tuple(unneeded))))
+
+    def _run(self, run: Run) -> None:
+        self._runs[run.ticket] = run
+        tasks = tuple(self.graph[name] for name in run.tasks)
+        payload = self.program.payload(tasks, self._needs(tasks))
+        gang = run.ranks if run.sequence else ()
+        sequence = run.sequence + self.controller.transfers if run.sequence else 0
+        for rank in run.ranks:
+            self.controller.send(rank, RunTask(run.ticket, tasks, run.keep, payload, gang, sequence))
+
+    def _move(self, move: Move) -> None:
+        self._moves[move.sequence] = move
+        sequence = move.sequence + self.controller.transfers
+        header = self._headers[move.tensor]
+        self.controller.send(move.source, Send(sequence, move.tensor, move.target))
+        self.controller.send(move.target, Receive(sequence, move.tensor, move.source, header))

@@ -1,0 +1,292 @@
+"""The dispatcher: the one place that decides what runs next, as a pure state machine `on(event) -> [command]`.
+
+Invariants: a command depends on the events so far and on nothing else; a task starts once, after everything it waits
+for has ended and its tensors are on its rank; a rank's device lane runs one command at a time; everything that moves
+takes the next number of one sequence, so that every rank can launch its share in increasing order without a cycle; a
+tensor is dropped from a rank exactly once, after its last use there.
+
+`simulate` drives it with a heap, `Controller` with asyncio. Both must feed events in the order they happen.
+"""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from asyncflow.core.graph import JUDGE_KINDS, Graph, Kind, producer
+from asyncflow.core.plan import Plan
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """The step begins."""
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The run command `ticket` ended on `rank`; `invalid` gives a reason for each outcome that is no number."""
+
+    ticket: int
+    rank: int
+    invalid: Mapping[str, str] = {}
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """Transfer number `sequence` arrived."""
+
+    sequence: int
+
+
+class Unneeded(msgspec.Struct, frozen=True):
+    """Nothing will be made of these tasks' results; those that have not started never will."""
+
+    tasks: tuple[str, ...]
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """The run command `ticket` raised on `rank`."""
+
+    ticket: int
+    rank: int
+    reason: str
+
+
+class RankLost(msgspec.Struct, frozen=True):
+    """A rank's process or connection is gone."""
+
+    rank: int
+    reason: str
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Run `tasks` (several: one judge batch) on `ranks` (several: a gang) and keep the tensors named in `keep`.
+
+    A gang's collective takes number `sequence`, which is 0 for other tasks.
+    """
+
+    ticket: int
+    tasks: tuple[str, ...]
+    ranks: tuple[int, ...]
+    keep: tuple[str, ...] = ()
+    sequence: int = 0
+
+
+class Move(msgspec.Struct, frozen=True):
+    """Send `tensor` from `source` to `target` as transfer number `sequence`."""
+
+    sequence: int
+    tensor: str
+    source: int
+    target: int
+
+
+class Drop(msgspec.Struct, frozen=True):
+    """Forget `tensor` on `rank`."""
+
+    tensor: str
+    rank: int
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """End the step everywhere."""
+
+    reason: str
+
+
+Event = Begin | Done | Moved | Unneeded | Failed | RankLost
+Command = Run | Move | Drop | Abort
+
+
+class Dispatcher:
+    """Orders one step of `graph` as `plan` says."""
+
+    def __init__(self, graph: Graph, plan: Plan) -> None:
+        self.graph = graph
+        self.plan = plan
+        self.log: list[tuple[Event, tuple[Command, ...]]] = []
+        self.aborted = False
+        self._finished: set[str] = set()
+        self._skipped: set[str] = set()
+        self._waiting_for = {task.id: set(task.predecessors) for task in graph}
+        self._missing: dict[str, set[str]] = {task.id: set() for task in graph}
+        self._priority = {name: position for position, name in enumerate(plan.order)}
+        self._ready: dict[int, list[str]] = {rank: [] for rank in sorted({r for rs in plan.ranks.values() for r in rs})}
+        self._uses: Counter[tuple[str, int]] = Counter()
+        for task in graph:
+            if self._is_gang(task.id):  # a gang reads its inputs where they lie
+                self._uses.update((tensor, self._home(tensor)) for tensor in task.inputs)
+                continue
+            (rank,) = plan.ranks[task.id]
+            self._uses.update((tensor, rank) for tensor in task.inputs)
+            self._missing[task.id] = {tensor for tensor in task.inputs if self._home(tensor) != rank}
+        self._running: dict[int, Run] = {}
+        self._running_on: dict[int, set[int]] = {}
+        self._started: set[str] = set()
+        self._moving: dict[int, Move] = {}
+        self._busy: set[int] = set()
+        self._ticket = 0
+        self.sequence = 0
+        """The last number given to something that moves."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every task has ended or is not needed and nothing is on its way."""
+        return len(self._finished) == len(self.graph) and not self._moving
+
+    def has_ended(self, ticket: int) -> bool:
+        """Whether the run command `ticket` ended on all its ranks."""
+        return ticket not in self._running
+
+    def on(self, event: Event) -> list[Command]:
+        """Take one event; return what to do now, in this order."""
+        commands = [] if self.aborted else list(self._react(event))
+        self.log.append((event, tuple(commands)))
+        return commands
+
+    def story(self, name: str) -> list[tuple[Event, tuple[Command, ...]]]:
+        """Everything that happened to task `name` or its tensors, in order, for tests and for people who debug."""
+        tickets = {c.ticket for _, made in self.log for c in made if isinstance(c, Run) and name in c.tasks}
+        moves = {c.sequence for _, made in self.log for c in made if isinstance(c, Move) and producer(c.tensor) == name}
+
+        def concerns(item: Event | Command) -> bool:
+            match item:
+                case Run(ticket=ticket) | Done(ticket=ticket) | Failed(ticket=ticket):
+                    return ticket in tickets
+                case Move(sequence=sequence) | Moved(sequence=sequence):
+                    return sequence in moves
+                case Drop(tensor=tensor):
+                    return producer(tensor) == name
+                case Unneeded(tasks=tasks):
+                    return name in tasks
+                case _:
+                    return False
+
+        story = ((event, tuple(filter(concerns, made))) for event, made in self.log)
+        return [(event, made) for event, made in story if made or concerns(event)]
+
+    def _react(self, event: Event) -> Iterator[Command]:
+        match event:
+            case Begin():
+                for name in self.plan.order:
+                    self._queue_if_ready(name)
+            case Done(ticket=ticket, rank=rank):
+                self._busy.discard(rank)
+                self._running_on[ticket].discard(rank)
+                if not self._running_on[ticket]:
+                    del self._running_on[ticket]
+                    for name in self._running.pop(ticket).tasks:
+                        yield from self._finish(name)
+            case Moved(sequence=sequence):
+                move = self._moving.pop(sequence)
+                for name in self.graph.consumers[move.tensor]:
+                    if move.target in self.plan.ranks[name] and move.tensor in self._missing[name]:
+                        self._missing[name].discard(move.tensor)
+                        self._queue_if_ready(name)
+                yield from self._release(move.tensor, move.source)
+                if not self._uses[move.tensor, move.target]:  # its consumers were skipped while it travelled
+                    yield Drop(move.tensor, move.target)
+            case Unneeded(tasks=tasks):
+                for name in tasks:
+                    yield from self._skip(name)
+            case Failed(reason=reason) | RankLost(reason=reason):
+                self.aborted = True
+                yield Abort(reason)
+                return
+        yield from self._start()
+
+    def _finish(self, name: str) -> Iterator[Command]:
+        """A task ended: let its tensors go where they are needed, and its inputs go if it was their last user."""
+        self._finished.add(name)
+        for successor in self.graph.successors[name]:
+            self._waiting_for[successor].discard(name)
+            self._queue_if_ready(successor)
+        yield from self._release_inputs(name)
+        for tensor in self.graph.outputs[name]:
+            source = self._home(tensor)
+            targets = {
+                rank
+                for consumer in self.graph.consumers[tensor]
+                if not self._is_gang(consumer) and consumer not in self._skipped
+                for rank in self.plan.ranks[consumer]
+            }
+            for target in sorted(targets - {source}):
+                self.sequence += 1
+                self._uses[tensor, source] += 1
+                move = Move(self.sequence, tensor, source, target)
+                self._moving[move.sequence] = move
+                yield move
+            if not self._uses[tensor, source]:  # all who wanted it were skipped
+                yield Drop(tensor, source)
+
+    def _skip(self, name: str) -> Iterator[Command]:
+        """Never run `name`, nor what needs its results; tasks that only come after it go on."""
+        if name in self._finished or name in self._started:
+            return
+        self._finished.add(name)
+        self._skipped.add(name)
+        for rank in self.plan.ranks[name]:
+            if name in self._ready[rank]:
+                self._ready[rank].remove(name)
+        yield from self._release_inputs(name)
+        for successor in self.graph.successors[name]:
+            self._waiting_for[successor].discard(name)
+            task = self.graph[successor]
+            starved = name in task.values or name in map(producer, task.inputs)
+            if starved and not self._is_gang(successor):
+                yield from self._skip(successor)
+            else:
+                self._queue_if_ready(successor)
+
+    def _release_inputs(self, name: str) -> Iterator[Command]:
+        for tensor in self.graph[name].inputs:
+            rank = self._home(tensor) if self._is_gang(name) else self.plan.ranks[name][0]
+            yield from self._release(tensor, rank)
+
+    def _release(self, tensor: str, rank: int) -> Iterator[Command]:
+        """One use of `tensor` on `rank` is over; drop it there after the last, unless it never got there."""
+        self._uses[tensor, rank] -= 1
+        made = producer(tensor) in self._finished - self._skipped
+        on_its_way = any(move.tensor == tensor and move.target == rank for move in self._moving.values())
+        if made and not on_its_way and not self._uses[tensor, rank]:
+            yield Drop(tensor, rank)
+
+    def _queue_if_ready(self, name: str) -> None:
+        if not self._waiting_for[name] and not self._missing[name] and name not in self._finished:
+            for rank in self.plan.ranks[name]:
+                insort(self._ready[rank], name, key=self._priority.__getitem__)
+
+    def _start(self) -> Iterator[Command]:
+        """Start the first ready task of every idle lane. A ready gang reserves its ranks until all of them are idle."""
+        for rank, ready in self._ready.items():
+            if rank in self._busy or not ready:
+                continue
+            first = next(filter(self._is_gang, ready), ready[0])
+            if self._is_gang(first) and self._busy & set(self.plan.ranks[first]):
+                continue
+            task = self.graph[first]
+            tasks = (first,)
+            if task.kind in JUDGE_KINDS:
+                alike = [n for n in ready if (self.graph[n].kind, self.graph[n].judge) == (task.kind, task.judge)]
+                tasks = tuple(alike[: self.plan.judge_batch])
+            yield self._run(tasks)
+
+    def _run(self, tasks: tuple[str, ...]) -> Run:
+        gang = self._is_gang(tasks[0])
+        ranks = self.plan.ranks[tasks[0]]
+        self._ticket += 1
+        self.sequence += gang
+        keep = tuple(tensor for name in tasks for tensor in self.graph.outputs[name])
+        run = Run(self._ticket, tasks, ranks, keep, self.sequence if gang else 0)
+        for rank in ranks:
+            self._ready[rank] = [name for name in self._ready[rank] if name not in tasks]
+        self._started.update(tasks)
+        self._busy.update(ranks)
+        self._running[run.ticket] = run
+        self._running_on[run.ticket] = set(ranks)
+        return run
+
+    def _is_gang(self, name: str) -> bool:
+        return self.graph[name].kind is Kind.UPDATE
+
+    def _home(self, tensor: str) -> int:
+        """The rank that makes `tensor`."""
+        return self.plan.ranks[producer(tensor)][0]

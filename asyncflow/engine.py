@@ -1,0 +1,59 @@
+"""What the runtime and the engines agree on: the work a rank is given, and its result.
+
+The worker calls an engine from the rank's one engine thread, one work at a time; an engine knows nothing of ranks,
+placement or messages.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from asyncflow.core.graph import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """The outcome of a judgement that could not be made, with the reason; it stands where a number would."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tasks of one kind (several: one judge batch), their input tensors by name and the algorithm's payload.
+
+    A gang task gets the inputs that lie on this rank, and `sum_over_ranks`, which it must call exactly once.
+    """
+
+    tasks: tuple[Task, ...]
+    tensors: Mapping[str, torch.Tensor]
+    payload: Any
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Tensors by full name (`<task id>.<part>`), and for each task a small value or the reason why it is invalid."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    invalid: dict[str, str] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """Computes tasks."""
+
+    def run(self, work: Work) -> Result:
+        """Do the work; raise to end the run."""
+
+
+class Device(Protocol):
+    """Where a worker's tasks run, one at a time."""
+
+    async def run(self, work: Work) -> Result:
+        """Do the work in its turn."""
+
+    def close(self) -> None:
+        """Finish and give everything back."""

@@ -1,0 +1,105 @@
+"""The worker: one rank's end of the runtime, a coroutine for each message of the controller.
+
+Invariant: messages are begun in the order they arrive, so device work and transfers are launched in the order the
+dispatcher gave them; each then awaits its inputs, wherever they are made, and reports its own end. `launch` runs one
+worker in each rank's event loop, `testing` several in one.
+"""
+
+import asyncio
+import traceback
+from collections.abc import Callable, Coroutine
+
+from asyncflow.channels.base import header_of
+from asyncflow.communicator import Collective, Transport
+from asyncflow.engine import Device, Work
+from asyncflow.errors import AsyncflowError
+from asyncflow.store import ObjectStore
+from asyncflow.wire import (
+    Forget,
+    Link,
+    Receive,
+    RunTask,
+    Send,
+    Stop,
+    TaskDone,
+    TensorMoved,
+    WorkerFailed,
+)
+
+
+class Worker:
+    """Runs what the controller says on `device`, moves tensors over `transport`; `clock` gives seconds."""
+
+    def __init__(self, rank: int, link: Link, device: Device, transport: Transport, clock: Callable[[], float]) -> None:
+        self.rank = rank
+        self.store = ObjectStore()
+        self._link = link
+        self._device = device
+        self._transport = transport
+        self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> Stop:
+        """Serve until the controller says stop. Raises EOFError when the controller is gone."""
+        try:
+            while True:
+                match await self._link.receive():
+                    case RunTask() as message:
+                        place = None
+                        if message.gang:
+                            place = self._transport.collective(message.sequence, message.gang)
+                        self._begin(message.ticket, self._run(message, place))
+                    case Send() as message:
+                        self._begin(0, self._send(message))
+                    case Receive() as message:
+                        self._begin(0, self._receive(message))
+                    case Forget(tensor):
+                        self.store.drop(tensor)
+                    case Stop() as message:
+                        return message
+                    case message:
+                        raise AssertionError(f"rank {self.rank} was sent {message}")
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, ticket: int, work: Coroutine[None, None, None]) -> None:
+        async def supervised() -> None:
+            try:
+                await work
+            except AsyncflowError as error:
+                self._link.send(WorkerFailed(ticket, str(error), traceback.format_exc()))
+            except Exception as error:  # noqa: BLE001 - a task's edge: whatever it raised ends the run with one error
+                sentence = f"{type(error).__name__}: {error}"
+                self._link.send(WorkerFailed(ticket, sentence, traceback.format_exc()))
+
+        task = asyncio.create_task(supervised())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, message: RunTask, place: Collective | None) -> None:
+        try:
+            names = [name for task in message.tasks for name in task.inputs]
+            if place:  # a gang reads what lies here
+                names = [name for name in names if self.store.holds(name)]
+            tensors = {name: await self.store.get(name) for name in names}
+            start = self._clock()
+            result = await self._device.run(Work(message.tasks, tensors, message.payload, place))
+            end = self._clock()
+        finally:
+            if place:
+                place.cancel()
+        kept = {name: result.tensors[name] for name in message.keep}
+        for name, tensor in kept.items():
+            self.store.put(name, tensor)
+        headers = {name: header_of(tensor) for name, tensor in kept.items()}
+        self._link.send(TaskDone(message.ticket, start, end, result.values, result.invalid, headers))
+
+    async def _send(self, message: Send) -> None:
+        await self._transport.send(message, await self.store.get(message.tensor))
+
+    async def _receive(self, message: Receive) -> None:
+        tensor, start, end = await self._transport.receive(message)
+        self.store.put(message.tensor, tensor)
+        self._link.send(TensorMoved(message.sequence, start, end))

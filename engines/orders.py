@@ -1,0 +1,47 @@
+"""What an algorithm tells an engine to do: the payload of each kind of task. They travel as msgpack."""
+
+from typing import Any
+
+import msgspec
+
+
+class RolloutOrder(msgspec.Struct, frozen=True):
+    """Sample a clip for each prompt; `seeds` are each candidate's (initial, steps) pair."""
+
+    prompts: tuple[str, ...]
+    seeds: tuple[tuple[int, int], ...]
+
+
+class ReplayOrder(msgspec.Struct, frozen=True):
+    """Replay the trajectories of these prompts at the denoising `steps`."""
+
+    prompts: tuple[str, ...]
+    steps: tuple[int, ...]
+
+
+class JudgeOrder(msgspec.Struct, frozen=True):
+    """For each task of a judge batch its prompt, and the places of its one or two videos in their micro-batches."""
+
+    prompts: tuple[str, ...]
+    places: tuple[tuple[int, ...], ...]
+
+
+class ExportOrder(msgspec.Struct, frozen=True):
+    """Write each video of a micro-batch to its path; an empty path skips it."""
+
+    paths: tuple[str, ...]
+
+
+class UpdateOrder(msgspec.Struct, frozen=True):
+    """Take one optimizer step; `coefficients[replay task]` is a row for each candidate, an entry for each unit."""
+
+    coefficients: dict[str, list[list[float]]]
+
+
+class CheckpointOrder(msgspec.Struct, frozen=True):
+    """Write a checkpoint of `step` with `meta` under `root`, and the adapter to `adapter`."""
+
+    root: str
+    step: int
+    meta: dict[str, Any]
+    adapter: str

@@ -1,0 +1,231 @@
+"""The engine of a rank: computes each kind of task with the models that its role loads.
+
+Invariant: what a task gives depends on its inputs, its order and the weights' version alone, not on the rank. Policy
+ranks load DiT, LoRA, optimizer, VAE and the prompts' embeddings; judges load the rewards. The worker calls `run`.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from msgspec import convert
+from torch import Tensor
+
+from asyncflow import checkpoint
+from asyncflow.core.graph import Kind, producer
+from asyncflow.engine import Invalid, Result, Work
+from asyncflow.errors import ConfigError
+from asyncflow.video import write_mp4
+from engines.adapter import Adapter, AdapterSettings
+from engines.gradients import combine, combine_exact, from_fixed
+from engines.kernel import Kernel, Units
+from engines.optimizer import Optimizer, OptimizerSettings, StepMetrics
+from engines.orders import CheckpointOrder, ExportOrder, JudgeOrder, ReplayOrder, RolloutOrder, UpdateOrder
+from engines.policy import load_policy, load_settings
+from engines.replay import forward_only, replay
+from engines.rewards.base import Outcome, PairwiseReward, PointwiseReward, Reward, checked
+from engines.rollout import Seeds, Trajectory, rollout
+from engines.text import load_text_encoder
+from engines.vae import StreamingDecoder, load_vae
+
+ADAPTER_FILE = "adapter.pt"
+OPTIMIZER_FILE = "optimizer.pt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyJob:
+    """What a policy rank needs. `prompts` are all that the run will ever sample; `resume` are a checkpoint's files."""
+
+    model: Path
+    device: str
+    kernel: Kernel
+    units: Units
+    adapter: AdapterSettings
+    optimizer: OptimizerSettings
+    prompts: Sequence[str]
+    seed: int
+    exact: bool
+    init_adapter: Path | None = None
+    resume: Mapping[str, bytes] | None = None
+
+
+def pick_device(name: str, rank: int) -> str:
+    """The torch device of a rank: `auto` is its GPU where there is one. Raises ConfigError for a GPU that is missing."""
+    gpus = torch.cuda.device_count()
+    if name == "cpu" or (name == "auto" and not gpus):
+        return "cpu"
+    if rank >= gpus:
+        raise ConfigError(f"--device {name}: rank {rank} needs a GPU of its own, and this host has {gpus}")
+    return f"cuda:{rank}"
+
+
+class PolicyEngine:
+    """Samples, decodes, replays and updates."""
+
+    def __init__(self, job: PolicyJob) -> None:
+        self._job = job
+        dtype = torch.bfloat16 if job.device.startswith("cuda") else torch.float32
+        self._texts = _encode(job, dtype)
+        self._policy = load_policy(job.model, device=job.device, dtype=dtype)
+        self._vae = load_vae(job.model, device=job.device)
+        self._adapter = Adapter(self._policy.model, job.adapter, job.seed)
+        self._optimizer = Optimizer(self._adapter.vector, job.optimizer)
+        if job.init_adapter:
+            self._adapter.load(job.init_adapter)
+        if job.resume:
+            self._adapter.assign(_loaded(job.resume[ADAPTER_FILE]).to(job.device))
+            self._optimizer.load_state_dict(_loaded(job.resume[OPTIMIZER_FILE]))
+        settings, scale = self._policy.settings, self._vae.config.scale_factor_spatial
+        self._size = settings.height // scale, settings.width // scale
+
+    def rollout(self, work: Work) -> Result:
+        """Trajectories of a micro-batch: tensors `noisy` and `clean`, and the old units as value."""
+        order = convert(work.payload, RolloutOrder)
+        seeds = [Seeds(*pair) for pair in order.seeds]
+        made = rollout(self._policy, self._text(order.prompts), seeds, self._size, self._job.kernel, self._job.units)
+        (task,) = work.tasks
+        return Result({f"{task.id}.noisy": made.noisy, f"{task.id}.clean": made.clean}, {task.id: made.units.tolist()})
+
+    def decode(self, work: Work) -> Result:
+        """The `frames` of a micro-batch, uint8 [B, T, H, W, 3] on the host, decoded chunk by chunk."""
+        (task,) = work.tasks
+        (clean,) = work.tensors.values()
+        decoder = StreamingDecoder(self._vae)
+        chunks = clean.to(self._job.device).split(self._policy.settings.frames_per_chunk, dim=2)
+        return Result({f"{task.id}.frames": torch.cat([decoder.decode(chunk).cpu() for chunk in chunks], dim=1)})
+
+    def forward(self, work: Work) -> Result:
+        """The units of a micro-batch under the current weights, as value."""
+        order = convert(work.payload, ReplayOrder)
+        units = forward_only(
+            self._policy, self._trajectory(work), self._text(order.prompts), self._job.units, order.steps
+        )
+        return Result(values={work.tasks[0].id: units.tolist()})
+
+    def replay(self, work: Work) -> Result:
+        """The units of a micro-batch as value, and their `gradients` [B, U, P]."""
+        order = convert(work.payload, ReplayOrder)
+        made = replay(
+            self._policy, self._adapter, self._trajectory(work), self._text(order.prompts), self._job.units, order.steps
+        )
+        (task,) = work.tasks
+        return Result({f"{task.id}.gradients": made.gradients}, {task.id: made.units.tolist()})
+
+    def update(self, work: Work) -> Result:
+        """One optimizer step of the gang, from the unit gradients that lie here and those of the other ranks.
+
+        Without coefficients, that is, if no candidate was kept, there is none.
+        """
+        order = convert(work.payload, UpdateOrder)
+        made = self._step(work, order) if order.coefficients else StepMetrics(0.0, self._optimizer.lr, False)
+        value = {**made._asdict(), "skipped": self._optimizer.skipped, "sha256": self._optimizer.weights_sha256()}
+        return Result(values={work.tasks[0].id: value})
+
+    def _step(self, work: Work, order: UpdateOrder) -> StepMetrics:
+        assert work.sum_over_ranks is not None, "an update is a gang task"
+        exact, size = self._job.exact, self._adapter.size
+        terms = sum(len(rows) for rows in order.coefficients.values())
+        total = torch.zeros(size + exact, dtype=torch.int64 if exact else torch.float32, device=self._job.device)
+        for name, gradients in sorted(work.tensors.items()):
+            coefficients = torch.tensor(order.coefficients[producer(name)], dtype=torch.float64)
+            total += combine_exact(coefficients, gradients, terms) if exact else combine(coefficients, gradients)
+        total = work.sum_over_ranks(total).to(self._job.device)
+        return self._optimizer.step(from_fixed(total) if exact else total)
+
+    def export(self, work: Work) -> Result:
+        """Write the videos of a micro-batch as mp4 files."""
+        order = convert(work.payload, ExportOrder)
+        (frames,) = work.tensors.values()
+        for path, video in zip(order.paths, frames, strict=True):
+            if path:
+                write_mp4(Path(path), video.numpy(), fps=self._policy.settings.fps)
+        return Result()
+
+    def checkpoint(self, work: Work) -> Result:
+        """Write weights and optimizer as a checkpoint, and the adapter in its own format."""
+        order = convert(work.payload, CheckpointOrder)
+        files = {
+            ADAPTER_FILE: _saved(self._adapter.flatten().cpu()),
+            OPTIMIZER_FILE: _saved(self._optimizer.state_dict()),
+        }
+        path = checkpoint.save(Path(order.root), order.step, files, order.meta)
+        self._adapter.save(Path(order.adapter))
+        return Result(values={work.tasks[0].id: str(path)})
+
+    def _trajectory(self, work: Work) -> Trajectory:
+        parts = {name.rpartition(".")[2]: tensor.to(self._job.device) for name, tensor in work.tensors.items()}
+        return Trajectory(parts["noisy"], parts["clean"], torch.empty(0))
+
+    def _text(self, prompts: Sequence[str]) -> Tensor:
+        return torch.stack([self._texts[prompt] for prompt in prompts]).to(self._job.device)
+
+
+class JudgeEngine:
+    """Scores and compares."""
+
+    def __init__(self, rewards: Sequence[Reward], device: str) -> None:
+        self._rewards = {reward.name: reward for reward in rewards}
+        for reward in rewards:
+            reward.load(torch.device(device))
+
+    def judge(self, work: Work) -> Result:
+        """The outcome of each task of a judge batch, as value or as invalid with its reason."""
+        order = convert(work.payload, JudgeOrder)
+        reward = self._rewards[work.tasks[0].judge]
+        videos: list[list[Tensor]] = []
+        for task, places in zip(work.tasks, order.places, strict=True):
+            names = task.inputs if len(task.inputs) == len(places) else task.inputs * len(places)
+            videos.append([work.tensors[name][place] for name, place in zip(names, places, strict=True)])
+        outcomes: list[Outcome]
+        if isinstance(reward, PairwiseReward):
+            outcomes = reward.compare([(first, second) for first, second in videos], order.prompts)
+        else:
+            assert isinstance(reward, PointwiseReward)
+            outcomes = reward.score([video for (video,) in videos], order.prompts)
+        by_task = dict(zip(
+            [task.id for task in work.tasks], checked(outcomes, len(videos), reward.name, order.prompts), strict=True
+        ))  # fmt: skip
+        invalid = {name: outcome.reason for name, outcome in by_task.items() if isinstance(outcome, Invalid)}
+        values = {name: outcome for name, outcome in by_task.items() if not isinstance(outcome, Invalid)}
+        return Result(values=values, invalid=invalid)
+
+
+class RankEngine:
+    """Routes each kind of task to the engine of its role."""
+
+    def __init__(self, policy: PolicyEngine | None, judge: JudgeEngine | None) -> None:
+        self._methods = {}
+        if policy:
+            self._methods |= {
+                Kind.ROLLOUT: policy.rollout,
+                Kind.DECODE: policy.decode,
+                Kind.EXPORT: policy.export,
+                Kind.FORWARD: policy.forward,
+                Kind.REPLAY: policy.replay,
+                Kind.UPDATE: policy.update,
+                Kind.CHECKPOINT: policy.checkpoint,
+            }
+        if judge:
+            self._methods |= {Kind.SCORE: judge.judge, Kind.COMPARE: judge.judge}
+
+    def run(self, work: Work) -> Result:
+        """See `Engine`."""
+        return self._methods[work.tasks[0].kind](work)
+
+
+def _encode(job: PolicyJob, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The embedding of every prompt, on the host; the encoder, larger than a real policy, is gone afterwards."""
+    encoder = load_text_encoder(job.model, load_settings(job.model).text_length, device=job.device, dtype=dtype)
+    return {prompt: encoder.encode([prompt])[0].cpu() for prompt in dict.fromkeys(job.prompts)}
+
+
+def _saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _loaded(data: bytes) -> object:
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")

@@ -1,0 +1,1 @@
+"""Rewards: the interface, the registry of built-in ones, and the toy's pixel judge."""

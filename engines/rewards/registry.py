@@ -1,0 +1,71 @@
+"""From a reward's specification to the reward: `NAME`, or `module:Class` for your own, each with `=WEIGHT` if not 1.
+
+Called by the commands, before anything loads, so that a wrong name ends a run at once.
+"""
+
+import importlib
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncflow.config import suggestion
+from asyncflow.errors import ConfigError
+from engines.rewards.base import PairwiseReward, PointwiseReward, Reward
+from engines.rewards.toy import Colour, ColourDuel, Motion
+
+BUILT_IN: dict[str, type[Reward]] = {reward.name: reward for reward in (Colour, Motion, ColourDuel)}
+
+
+@dataclass(frozen=True)
+class WeightedReward:
+    """A reward and its weight in the loss."""
+
+    reward: Reward
+    weight: float
+
+    @property
+    def name(self) -> str:
+        """The reward's name."""
+        return self.reward.name
+
+
+def parse_rewards(specifications: Sequence[str]) -> list[WeightedReward]:
+    """The rewards that `--reward` names. Raises ConfigError for an unknown, repeated or malformed one, or for none."""
+    rewards = [_parse(specification) for specification in specifications]
+    names = [reward.name for reward in rewards]
+    if not rewards:
+        raise ConfigError(f"--reward: expected at least one reward; built in are {', '.join(sorted(BUILT_IN))}")
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--reward: {name} is given twice; give it once, with =WEIGHT")
+    if not any(reward.weight for reward in rewards):
+        raise ConfigError("--reward: all weights are 0, so there is nothing to train; make one positive")
+    return rewards
+
+
+def _parse(specification: str) -> WeightedReward:
+    name, equals, weight_text = specification.partition("=")
+    try:
+        weight = float(weight_text) if equals else 1.0
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight) or weight < 0:
+        raise ConfigError(f"--reward: expected {name}=WEIGHT with a number of at least 0, got {specification}")
+    kind = _import(name) if ":" in name else BUILT_IN.get(name)
+    if kind is None:
+        raise ConfigError(f'--reward: unknown reward "{name}"{suggestion(name, BUILT_IN)}; or give module:Class')
+    return WeightedReward(kind(), weight)
+
+
+def _import(name: str) -> type[Reward]:
+    module_name, _, class_name = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--reward: cannot import {name}: {error}") from None
+    if not inspect.isclass(found) or not issubclass(found, PointwiseReward | PairwiseReward) or inspect.isabstract(found):
+        raise ConfigError(f"--reward: {name} must be a subclass of PointwiseReward or PairwiseReward that can be made")
+    if not isinstance(getattr(found, "name", None), str):
+        raise ConfigError(f"--reward: {name} has no name; give the class an attribute `name`")
+    return found

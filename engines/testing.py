@@ -1,0 +1,74 @@
+"""Tiny random models and inputs, for tests that need no files."""
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+
+from engines.policy import CausalSettings, Policy
+
+CHANNELS = 4
+TEXT_DIM = 12
+
+
+def tiny_settings(**changes: object) -> CausalSettings:
+    """Three chunks of two frames, three denoising steps."""
+    values: dict[str, object] = {
+        "frames_per_chunk": 2,
+        "denoising_steps": (1000.0, 700.0, 300.0),
+        "latent_frames": 6,
+        "height": 32,
+        "width": 32,
+        "text_length": 5,
+    }
+    return CausalSettings(**(values | changes))  # type: ignore[arg-type]
+
+
+def tiny_transformer(seed: int = 0) -> WanTransformer3DModel:
+    """Two layers of 2 x 16 heads with random weights of a size that makes every path matter."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            text_dim=TEXT_DIM,
+            freq_dim=16,
+            ffn_dim=48,
+            num_layers=2,
+        )
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.15)
+    return model.eval().requires_grad_(False)
+
+
+def tiny_policy(seed: int = 0, **changes: object) -> Policy:
+    return Policy(tiny_transformer(seed), tiny_settings(**changes))
+
+
+def latents(batch: int, frames: int = 6, seed: int = 0) -> torch.Tensor:
+    """Random latents [batch, CHANNELS, frames, 4, 4]."""
+    return torch.randn(batch, CHANNELS, frames, 4, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def texts(batch: int, seed: int = 1) -> torch.Tensor:
+    """Random text embeddings [batch, 5, TEXT_DIM]."""
+    return torch.randn(batch, 5, TEXT_DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_vae(*, residual: bool, seed: int = 0) -> AutoencoderKLWan:
+    """A random VAE of CHANNELS latent channels: Wan2.1's plan, or with `residual` Wan2.2's (8x spatial both)."""
+    plan = {"patch_size": 2, "in_channels": 12, "out_channels": 12, "is_residual": True} if residual else {}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        vae = AutoencoderKLWan(
+            base_dim=8,
+            z_dim=CHANNELS,
+            dim_mult=[1, 2, 2],
+            num_res_blocks=1,
+            temperal_downsample=[True, True],
+            latents_mean=[0.1, -0.2, 0.3, 0.0],
+            latents_std=[1.5, 0.5, 1.0, 2.0],
+            **plan,
+        )
+    return vae.eval().requires_grad_(False)
