@@ -36,7 +36,7 @@ def command(
     @click.command(name, help=summary)
     @options(config_type)
     @click.option("--ranks", type=int, help=f"Ranks to start, unless torchrun does.  [default: {DEFAULT_RANKS}]")
-    @click.option("--dry-run", is_flag=True, help="Print the configuration, the graph's size and the plan; run nothing.")
+    @click.option("--dry-run", is_flag=True, help="Print configuration, graph size and plan; run nothing.")
     def run(config: RunConfig, ranks: int | None, dry_run: bool) -> int:
         place = launch.this_rank()
         if place and ranks is not None:

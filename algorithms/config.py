@@ -8,7 +8,6 @@ from asyncflow.core import schedules
 from asyncflow.errors import ConfigError
 
 
-
 class RunConfig(Struct, frozen=True, kw_only=True):
     """What to train, on what, and how often to look at it."""
 
@@ -23,7 +22,7 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     reward_ranks: Annotated[
         Annotated[int, Meta(ge=0)] | None, Meta(description="Ranks that only judge; by default 1, and 0 for colocated.")
     ] = None
-    schedule: Annotated[schedules.Name, Meta(description="How the tasks of a step are ordered and placed.")] = "colocated"
+    schedule: Annotated[schedules.Name, Meta(description="How a step's tasks are ordered and placed.")] = "colocated"
     forward_replays: Annotated[
         bool, Meta(description="Replay every trajectory forward-only before its training replay, as other systems do.")
     ] = False

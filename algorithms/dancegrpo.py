@@ -7,7 +7,8 @@ recipe, and why:
 * `kernel` consistency, not their SDE step: it is the exact policy of the re-noising few-step sampler these models were
   distilled for, while the SDE step would change the sampler. `dance-sde` is theirs.
 * `step_fraction` 1.0, not 0.6: of 4 denoising steps 3 are stochastic, and 0.6 would train one.
-* `chunk_reduce` mean weighs chunks so that log p is the mean over the whole clip, as theirs; sum is StageBreaker's Eq. 4.
+* `chunk_reduce` mean weighs chunks so that log p is the mean over the whole clip, as theirs; sum is StageBreaker's
+  Eq. 4.
 * `lr` 3e-4 with LoRA, as in their LoRA recipe; their full fine-tuning uses 1e-5.
 * `share_noise` shares the initial noise within a group; theirs shares it between all prompts of a rank as well, which
   would tie results to the rank count.

@@ -82,7 +82,7 @@ def _update_metrics(result: StepResult, graph: Graph) -> Metrics:
 
 
 def timing_metrics(trace: Trace, graph: Graph) -> Metrics:
-    """Seconds of the step and, summed over ranks, of each kind of task; each rank's busy share and what it waited for."""
+    """Seconds of the step and, over all ranks, of each kind of task; each rank's busy share and what it waited for."""
     kinds: dict[str, float] = defaultdict(float)
     for span in trace.spans:
         if span.lane == DEVICE and span.rank != CONTROLLER:

@@ -66,7 +66,9 @@ class Prepared:
         )
 
 
-def prepare(name: str, config: RunConfig, algorithm: Callable[[Any, tuple[float, ...]], Algorithm], ranks: int) -> Prepared:
+def prepare(
+    name: str, config: RunConfig, algorithm: Callable[[Any, tuple[float, ...]], Algorithm], ranks: int
+) -> Prepared:
     """Check `config` for a run of `ranks` ranks and read what it names. Raises ConfigError and its kin."""
     cluster = schedules.cluster(config.schedule, ranks, config.judges(ranks))
     rewards = parse_rewards(config.reward)
@@ -105,7 +107,7 @@ def prepare(name: str, config: RunConfig, algorithm: Callable[[Any, tuple[float,
 def check_model(folder: Path) -> None:
     """Raises ModelError unless `folder` looks like a diffusers Wan folder."""
     if not folder.is_dir():
-        raise ModelError(f"--model: there is no folder {folder}; give a diffusers folder, such as Wan2.1-T2V-1.3B-Diffusers")
+        raise ModelError(f"--model: there is no folder {folder}; give a diffusers folder of a causal Wan model")
     missing = [part for part in MODEL_PARTS if not (folder / part).is_dir()]
     if missing:
         raise ModelError(f"--model: {folder} is no diffusers Wan folder: it has no {', '.join(missing)}")

@@ -109,7 +109,7 @@ def _sample(group: int, batch: tuple[int, ...], mini_batch: int) -> list[Task]:
     decode = Task(
         _decode(group, batch), Kind.DECODE, shape, (f"{rollout.id}.clean",),
         group=group, mini_batch=mini_batch, candidates=batch,
-    )  # fmt: skip
+    )
     return [rollout, decode]
 
 
@@ -119,7 +119,7 @@ def _replay(group: int, batch: tuple[int, ...], mini_batch: int, after: tuple[st
     return Task(
         f"replay/{place}", Kind.REPLAY, f"b{len(batch)}", inputs,
         after=after, group=group, mini_batch=mini_batch, candidates=batch,
-    )  # fmt: skip
+    )
 
 
 def _judge(group: int, batches: list[tuple[int, ...]], rewards: Sequence[WeightedReward]) -> list[Task]:
@@ -134,7 +134,7 @@ def _judge(group: int, batches: list[tuple[int, ...]], rewards: Sequence[Weighte
                     f"compare/{reward.name}/{group}/{first}-{second}", Kind.COMPARE,
                     inputs=tuple(dict.fromkeys((frames[first], frames[second]))),
                     group=group, candidates=(first, second), judge=reward.name,
-                )  # fmt: skip
+                )
                 for first, second in reward.pairs(len(frames))
             ]
         else:
@@ -142,7 +142,7 @@ def _judge(group: int, batches: list[tuple[int, ...]], rewards: Sequence[Weighte
                 Task(
                     f"score/{reward.name}/{group}/{candidate}", Kind.SCORE, inputs=(frames[candidate],),
                     group=group, candidates=(candidate,), judge=reward.name,
-                )  # fmt: skip
+                )
                 for candidate in frames
             ]
     return tasks

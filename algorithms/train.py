@@ -102,7 +102,8 @@ async def train(run: Run, controller: Controller) -> None:
         if loop.evaluates and (step % run.config.eval_every == 0 or step == last):
             metrics |= await loop.evaluate(step)
         loop.write(metrics)
-        if step == last or (run.config.save_every and step % run.config.save_every == 0) or run.progress.best_step == step:
+        due = bool(run.config.save_every) and step % run.config.save_every == 0
+        if due or step in (last, run.progress.best_step):
             await loop.save(step)
         click.echo(_line(metrics, last, (time.monotonic() - began) / (step - first) * (last - step)))
     click.echo(f"done: the adapter is in {run.out / 'adapter'}, the metrics in {run.out / 'metrics.jsonl'}")
@@ -152,9 +153,8 @@ class _Loop:
         for reason in program.report.invalid[:3]:
             click.echo(f"step {step}: invalid: {reason}", err=True)
         if not metrics["critic/kept"]:
-            raise RewardError(
-                f"step {step}: no group has two candidates with valid rewards, the first because {program.report.invalid[0]}"
-            )
+            reason = program.report.invalid[0]
+            raise RewardError(f"step {step}: no group has two candidates with valid rewards; the first: {reason}")
         return metrics
 
     async def evaluate(self, step: int) -> Metrics:

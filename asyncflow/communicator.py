@@ -15,6 +15,7 @@ from asyncflow.channels.base import Channel, sum_over_ranks
 from asyncflow.lane import Lane
 from asyncflow.wire import Receive, Send
 
+
 class Collective(Protocol):
     """A place in the sequence that a gang holds."""
 

@@ -55,7 +55,8 @@ class _Jump(selectors.SelectSelector):
         ready = super().select(0)
         if not ready:
             if timeout is None:
-                raise Deadlock("every coroutine waits for another: " + ", ".join(map(str, asyncio.all_tasks(self.loop))))
+                waiting = ", ".join(map(str, asyncio.all_tasks(self.loop)))
+                raise Deadlock(f"every coroutine waits for another: {waiting}")
             self.loop.now += timeout
         return ready
 
@@ -74,7 +75,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Seconds of virtual time."""
         return self.now
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+    def call_at(  # type: ignore[override]  # the base class's variadic signature cannot be written without its privates
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
         """As any loop's, but timers of one moment fire in the order they were set."""
         timer = _Timer(when, callback, args, self, context)
         heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]

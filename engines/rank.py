@@ -52,7 +52,7 @@ class PolicyJob:
 
 
 def pick_device(name: str, rank: int) -> str:
-    """The torch device of a rank: `auto` is its GPU where there is one. Raises ConfigError for a GPU that is missing."""
+    """The torch device of a rank: `auto` is its GPU where there is one. Raises ConfigError if a GPU is missing."""
     gpus = torch.cuda.device_count()
     if name == "cpu" or (name == "auto" and not gpus):
         return "cpu"
@@ -186,7 +186,7 @@ class JudgeEngine:
             outcomes = reward.score([video for (video,) in videos], order.prompts)
         by_task = dict(zip(
             [task.id for task in work.tasks], checked(outcomes, len(videos), reward.name, order.prompts), strict=True
-        ))  # fmt: skip
+        ))
         invalid = {name: outcome.reason for name, outcome in by_task.items() if isinstance(outcome, Invalid)}
         values = {name: outcome for name, outcome in by_task.items() if not isinstance(outcome, Invalid)}
         return Result(values=values, invalid=invalid)

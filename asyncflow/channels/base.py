@@ -22,14 +22,14 @@ class Channel(Protocol):
         """Hand `tensor` (dense, on the host) to rank `target` as transfer `sequence`."""
 
     def receive(self, sequence: int, source: int, header: Header) -> torch.Tensor:
-        """The tensor of transfer `sequence`. Raises RankLost if `source` is gone, TransferError if it is another one."""
+        """The tensor of transfer `sequence`. Raises RankLost if `source` is gone, TransferError if another came."""
 
     def close(self) -> None:
         """Give everything back; no transfer may be on its way."""
 
 
 def sum_over_ranks(channel: Channel, sequence: int, ranks: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of `tensor` over `ranks`, added in rank order on the first of them and sent back: the same bits on all."""
+    """The sum of `tensor` over `ranks`, added in rank order on the first and sent back: the same bits on all."""
     root, *others = sorted(ranks)
     if channel.rank != root:
         channel.send(sequence, root, tensor)

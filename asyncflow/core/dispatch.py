@@ -263,7 +263,7 @@ class Dispatcher:
             if self._is_gang(first) and self._busy & set(self.plan.ranks[first]):
                 continue
             task = self.graph[first]
-            tasks = (first,)
+            tasks: tuple[str, ...] = (first,)
             if task.kind in JUDGE_KINDS:
                 alike = [n for n in ready if (self.graph[n].kind, self.graph[n].judge) == (task.kind, task.judge)]
                 tasks = tuple(alike[: self.plan.judge_batch])

@@ -1,7 +1,7 @@
 """An RL step as a graph of tasks, declared once and read by the controller, the simulator and the report.
 
-Invariant: a `Graph` is acyclic and every reference in it resolves; it never changes. Algorithms build the true dataflow,
-schedules derive graphs with more edges and tasks from it.
+Invariant: a `Graph` is acyclic and every reference in it resolves; it never changes. Algorithms build the true
+dataflow, schedules derive graphs with more edges and tasks from it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,9 +39,9 @@ class Task(msgspec.Struct, frozen=True):
     """One unit of work.
 
     An `id` is `<kind>/<position>`. `inputs` name tensors, as `<task id>.<part>`; the rank that made a tensor keeps it,
-    and the dispatcher has it moved where it is read. `values` name tasks whose small results (log-probabilities, scores,
-    advantages) this one needs; they travel with the control messages. `after` only orders. `candidates` are positions in
-    the task's group, and `judge` names the reward.
+    and the dispatcher has it moved where it is read. `values` name tasks whose small results (log-probabilities,
+    scores, advantages) this one needs; they travel with the control messages. `after` only orders. `candidates` are
+    positions in the task's group, and `judge` names the reward.
     """
 
     id: str

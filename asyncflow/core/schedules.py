@@ -91,7 +91,7 @@ def _with_barrier(tasks: list[Task], name: str, before: tuple[Kind, ...], after:
 
 
 def _place(graph: Graph, ranks: Cluster) -> dict[str, tuple[int, ...]]:
-    """Micro-batches go round the policy ranks and stay there; judging goes where the frames are, or round the judges."""
+    """Micro-batches go round the policy ranks and stay there; judging is where the frames are, or goes round judges."""
     actors, judges = cycle(ranks.policy), cycle(ranks.judges)
     places: dict[str, tuple[int, ...]] = {}
     home: dict[tuple[int, tuple[int, ...]], int] = {}

@@ -25,7 +25,7 @@ class Reward(ABC):
 
     name: ClassVar[str]
 
-    def load(self, device: torch.device) -> None:
+    def load(self, device: torch.device) -> None:  # noqa: B027 - a rule has nothing to load
         """Load what judging needs; called once, on the ranks that judge."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class PairwiseReward(Reward):
 def checked(outcomes: Sequence[Outcome], expected: int, reward: str, prompts: Sequence[str]) -> list[Outcome]:
     """`outcomes` as they are. Raises RewardError if one is neither finite nor invalid, or if their number is wrong."""
     if len(outcomes) != expected:
-        raise RewardError(f"reward {reward} gave {len(outcomes)} outcomes for {expected} judgements; return one for each")
+        raise RewardError(f"reward {reward} gave {len(outcomes)} outcomes for {expected} judgements; return one each")
     for outcome, prompt in zip(outcomes, prompts, strict=True):
         if not isinstance(outcome, Invalid) and not (isinstance(outcome, int | float) and math.isfinite(outcome)):
             raise RewardError(

@@ -64,8 +64,9 @@ def _import(name: str) -> type[Reward]:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--reward: cannot import {name}: {error}") from None
-    if not inspect.isclass(found) or not issubclass(found, PointwiseReward | PairwiseReward) or inspect.isabstract(found):
-        raise ConfigError(f"--reward: {name} must be a subclass of PointwiseReward or PairwiseReward that can be made")
+    is_reward = inspect.isclass(found) and issubclass(found, PointwiseReward | PairwiseReward)
+    if not is_reward or inspect.isabstract(found):
+        raise ConfigError(f"--reward: {name} must be a subclass of PointwiseReward or PairwiseReward, with its method")
     if not isinstance(getattr(found, "name", None), str):
         raise ConfigError(f"--reward: {name} has no name; give the class an attribute `name`")
     return found

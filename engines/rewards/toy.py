@@ -1,4 +1,4 @@
-"""The toy's rewards: the pixel judge as `colour` and `motion`, and `colour-duel`, which compares two videos' colours."""
+"""The toy's rewards: the pixel judge as `colour` and `motion`, and `colour-duel`, which compares two videos."""
 
 from collections.abc import Sequence
 
