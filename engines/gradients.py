@@ -25,35 +25,41 @@ def combine(coefficients: Tensor, gradients: Tensor) -> Tensor:
 
 
 def combine_exact(coefficients: Tensor, gradients: Tensor, terms: int) -> Tensor:
-    """The sum of `combine` as int64 fixed point [P]: each candidate's gradient is rounded once, then all is exact.
+    """The sum of `combine` as int64 fixed point [P + 1]: each candidate's gradient is rounded once, then all is exact.
 
-    `terms` is the number of candidates that are summed in all, over micro-batches and ranks. Raises `TrainingError`.
+    The last entry counts the candidates whose gradient is not finite. `terms` is the number of candidates that are
+    summed in all, over micro-batches and ranks. Raises `TrainingError` as `to_fixed` does.
     """
-    total = torch.zeros(gradients.shape[-1], dtype=torch.int64, device=gradients.device)
+    total = torch.zeros(gradients.shape[-1] + 1, dtype=torch.int64, device=gradients.device)
     for row, of_candidate in zip(coefficients.tolist(), gradients, strict=True):
         candidate = torch.zeros(gradients.shape[-1], dtype=torch.float64, device=gradients.device)
         _add_units(candidate, row, of_candidate)
-        total += to_fixed(candidate, terms)
+        if candidate.isfinite().all():
+            total[:-1] += to_fixed(candidate, terms)
+        else:
+            total[-1] += 1
     return total
 
 
 def to_fixed(vector: Tensor, terms: int) -> Tensor:
-    """Round to int64 multiples of 2^-50, small enough that a sum of `terms` such vectors cannot overflow.
+    """Round a finite vector to int64 multiples of 2^-50, small enough that a sum of `terms` such cannot overflow.
 
-    Raises `TrainingError` on a value that is not finite or is too large for that.
+    Raises `TrainingError` on a value that is too large for that.
     """
     limit = 2.0 ** (63 - FRACTION_BITS) / terms
-    if not bool((vector.abs() < limit).all()):  # also true of NaN
+    if not bool((vector.abs() < limit).all()):
         raise TrainingError(
-            f"A candidate's gradient is not finite or exceeds {limit:g}, which is as far as --exact can sum {terms} "
-            "candidates; run without --exact, or look at the last rewards and ratios."
+            f"A candidate's gradient exceeds {limit:g}, which is as far as --exact can sum {terms} candidates; "
+            "run without --exact, or look at the last rewards and ratios."
         )
     return (vector.double() * SCALE).round().to(torch.int64)
 
 
-def from_fixed(vector: Tensor) -> Tensor:
-    """The float32 vector nearest to an int64 fixed-point sum (by way of float64)."""
-    return (vector.double() / SCALE).float()
+def from_fixed(total: Tensor) -> Tensor:
+    """The float32 vector [P] nearest to a sum of `combine_exact`; all NaN if a candidate's gradient was not finite."""
+    if total[-1]:
+        return torch.full((len(total) - 1,), torch.nan, device=total.device)
+    return (total[:-1].double() / SCALE).float()
 
 
 def _add_units(total: Tensor, coefficients: list[float], gradients: Tensor) -> None:
