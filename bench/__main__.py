@@ -1,0 +1,21 @@
+"""`python -m bench NAME --json FILE`: run one bench, print its table, write what the table shows."""
+
+import click
+
+from bench.dispatch import dispatch
+from bench.learning import learning
+from bench.schedules import schedules
+from bench.timeline import timeline
+from bench.transport import transport
+
+
+@click.group()
+def bench() -> None:
+    """Measure asyncflow; every number in its documents is printed by one of these."""
+
+
+for command in (dispatch, learning, schedules, timeline, transport):
+    bench.add_command(command)
+
+if __name__ == "__main__":
+    bench()
