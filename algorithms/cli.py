@@ -1,5 +1,6 @@
 """The `asyncflow` entry point: one command for each algorithm, and the tools around them."""
 
+import os
 import sys
 
 import click
@@ -22,4 +23,9 @@ asyncflow.add_command(generate)
 
 def main() -> None:
     """Run the command line and exit: 0 done, 2 wrong use, 1 failed, 130 interrupted."""
+    sys.path.insert(0, os.getcwd())  # where --reward module:Class may lie, as for python -m
     sys.exit(run(asyncflow))
+
+
+if __name__ == "__main__":
+    main()

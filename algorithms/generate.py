@@ -1,7 +1,7 @@
 """`asyncflow generate`: videos from a model folder, with or without an adapter, in this one process."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import click
 import torch
@@ -33,7 +33,7 @@ class GenerateConfig(Struct, frozen=True, kw_only=True):
     prompts: Annotated[str, Meta(description="File of prompts: .txt, .csv or .jsonl.")] = ""
     samples: Annotated[int, Meta(ge=1, description="Videos a prompt.")] = 1
     seed: Annotated[int, Meta(ge=0, description="Seed of the noise.")] = 0
-    device: Annotated[str, Meta(description="Where the model runs: auto, cpu or cuda.")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = "auto"
     out: Annotated[str, Meta(description="Folder for the mp4 files.")] = "videos"
 
     def __post_init__(self) -> None:

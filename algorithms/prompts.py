@@ -46,8 +46,8 @@ class PromptSampler:
         return chosen
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file, stripped, in its order.
+def read_prompts(path: Path, option: str = "--prompts") -> list[str]:
+    """Return the prompts of a file, which `option` named, stripped, in its order.
 
     .txt: one a line; blank lines and lines that start with # are skipped. .csv: the column that its first row calls
     `prompt`, else the first column. .jsonl: the key `prompt` of each line's object.
@@ -55,11 +55,11 @@ def read_prompts(path: Path) -> list[str]:
     """
     read = {".txt": _from_text, ".csv": _from_csv, ".jsonl": _from_jsonl}.get(path.suffix.lower())
     if read is None:
-        raise ConfigError(f"--prompts: expected a file that ends in .txt, .csv or .jsonl, got {path}")
+        raise ConfigError(f"{option}: expected a file that ends in .txt, .csv or .jsonl, got {path}")
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"--prompts: cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"{option}: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}, line {line}: not UTF-8; save the file as UTF-8") from None

@@ -131,7 +131,7 @@ class PolicyEngine:
         for name, gradients in sorted(work.tensors.items()):
             coefficients = torch.tensor(order.coefficients[producer(name)], dtype=torch.float64)
             total += combine_exact(coefficients, gradients, terms) if exact else combine(coefficients, gradients)
-        total = work.sum_over_ranks(total).to(self._job.device)
+        total = work.sum_over_ranks(total.cpu()).to(self._job.device)
         return self._optimizer.step(from_fixed(total) if exact else total)
 
     def export(self, work: Work) -> Result:

@@ -1,9 +1,15 @@
-"""Tiny random models and inputs, for tests that need no files."""
+"""Tiny random models and inputs for tests, in memory or as a model folder."""
 
+from pathlib import Path
+
+import msgspec
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from transformers import UMT5Config, UMT5EncoderModel
 
 from engines.policy import CausalSettings, Policy
+from engines.policy.settings import FILE_NAME
+from engines.toy.make_policy import new_tokenizer
 
 CHANNELS = 4
 TEXT_DIM = 12
@@ -72,3 +78,21 @@ def tiny_vae(*, residual: bool, seed: int = 0) -> AutoencoderKLWan:
             **plan,
         )
     return vae.eval().requires_grad_(False)
+
+
+def save_tiny_model(folder: Path) -> None:
+    """Write a diffusers folder of the tiny policy and VAE, with the toy's tokenizer and a tiny text encoder."""
+    tokenizer = new_tokenizer()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        encoder = UMT5EncoderModel(
+            UMT5Config(vocab_size=len(tokenizer), d_model=TEXT_DIM, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+        )
+    WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=encoder.eval(),
+        vae=tiny_vae(residual=False),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        transformer=tiny_transformer(),
+    ).save_pretrained(folder)
+    (folder / FILE_NAME).write_bytes(msgspec.json.encode(tiny_settings(text_length=8)))

@@ -62,7 +62,7 @@ def _import(name: str) -> type[Reward]:
     module_name, _, class_name = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"--reward: cannot import {name}: {error}") from None
     is_reward = inspect.isclass(found) and issubclass(found, PointwiseReward | PairwiseReward)
     if not is_reward or inspect.isabstract(found):
