@@ -14,7 +14,7 @@ help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(READY)  ## Train the built-in toy model on CPU with two ranks
-	$(BIN)/asyncflow dancegrpo --ranks 2 --out runs/demo
+	$(BIN)/asyncflow dancegrpo --ranks 2
 
 test: $(READY)  ## Check style and types, and run all tests
 	$(BIN)/ruff check

@@ -54,8 +54,11 @@ def command(
             return 0
         out = prepared.run.out
         resolved = out / "config.toml"
-        out.mkdir(parents=True, exist_ok=True)
-        resolved.write_text(dump(msgspec.structs.replace(config, out=str(out))))
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            resolved.write_text(dump(msgspec.structs.replace(config, out=str(out))))
+        except OSError as error:
+            raise ConfigError(f"--out: cannot write {resolved}: {error.strerror}; choose another folder") from None
         click.echo(f"{name}: {count} ranks, run directory {out}")
         return launch.start_ranks(count, module, ["--config", str(resolved)])
 
@@ -66,6 +69,9 @@ def be_rank(prepared: Prepared, place: launch.Rank) -> None:
     """Be this rank of the run until it is over."""
     transformers_logging.disable_progress_bar()
     run = prepared.run
+    if not place.number:
+        for note in prepared.notes:
+            click.echo(note, err=True)
 
     def build_engine() -> RankEngine:
         policy = PolicyEngine(prepared.policy_job(place.number)) if place.number in run.cluster.policy else None

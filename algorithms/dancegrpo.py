@@ -16,6 +16,7 @@ recipe, and why:
 """
 
 import functools
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class DanceGRPO:
         if not count:
             raise ConfigError(
                 f"--step-fraction: {self.config.step_fraction} of {stochastic_steps} stochastic steps trains none; "
-                f"give at least {1 / stochastic_steps:.2g}"
+                f"give at least {math.ceil(100 / stochastic_steps) / 100:g}"
             )
         trained = torch.zeros(len(seeds), stochastic_steps, dtype=torch.bool)
         for place, seed in enumerate(seeds):

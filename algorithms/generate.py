@@ -4,22 +4,21 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import click
-import torch
 from msgspec import Meta, Struct
+from transformers.utils import logging as transformers_logging
 
 from algorithms.kernels import ConsistencyKernel
-from algorithms.prepare import check_model
+from algorithms.prepare import check_model, read_adapter
 from algorithms.prompts import read_prompts
 from asyncflow.errors import ConfigError
 from asyncflow.options import options
 from asyncflow.randomness import derive_seed
 from asyncflow.video import write_mp4
-from engines.adapter import PREFIX, WEIGHTS_FILE
+from engines.adapter import Adapter
 from engines.kernel import LogProbUnits
 from engines.policy import load_policy
-from engines.rank import pick_device
+from engines.rank import compute_dtype, encode_prompts, pick_device
 from engines.rollout import Seeds, rollout
-from engines.text import load_text_encoder
 from engines.toy import EVAL_PROMPTS, MODEL
 from engines.vae import StreamingDecoder, load_vae
 
@@ -47,25 +46,30 @@ def main(config: GenerateConfig) -> None:
     """Generate videos from a model folder, with or without an adapter."""
     folder = Path(config.model) if config.model else MODEL
     check_model(folder)
+    adapter = read_adapter(Path(config.adapter), "--adapter") if config.adapter else None
     prompts = [*config.prompt, *(read_prompts(Path(config.prompts)) if config.prompts else [])]
     if not prompts and config.model:
         raise ConfigError("--prompt: nothing to generate; give --prompt TEXT or --prompts FILE")
     prompts = prompts or read_prompts(EVAL_PROMPTS)
+    out = Path(config.out)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out: {out} is no folder; choose another")
     device = pick_device(config.device, 0)
-    policy = load_policy(folder, device=device, dtype=torch.bfloat16 if device != "cpu" else torch.float32)
-    if config.adapter:
-        policy.model.load_lora_adapter(config.adapter, prefix=PREFIX.rstrip("."), weight_name=WEIGHTS_FILE)
+    transformers_logging.disable_progress_bar()
+    texts = encode_prompts(folder, prompts, device)
+    policy = load_policy(folder, device=device, dtype=compute_dtype(device))
+    if adapter:
+        Adapter(policy.model, adapter, config.seed).load(Path(config.adapter))
     vae = load_vae(folder, device=device)
-    encoder = load_text_encoder(folder, policy.settings.text_length, device=device)
     scale = vae.config.scale_factor_spatial
     size = policy.settings.height // scale, policy.settings.width // scale
     kernel = ConsistencyKernel()
     for place, prompt in enumerate(prompts):
-        text = encoder.encode([prompt])
+        text = texts[prompt][None].to(device)
         for sample in range(config.samples):
             seeds = Seeds(*(derive_seed(config.seed, place, sample, what) for what in ("initial", "steps")))
             made = rollout(policy, text, [seeds], size, kernel, LogProbUnits(kernel))
             (video,) = StreamingDecoder(vae).decode(made.clean).cpu().numpy()
-            path = Path(config.out) / f"{place:03d}-{sample}.mp4"
+            path = out / f"{place:03d}-{sample}.mp4"
             write_mp4(path, video, fps=policy.settings.fps)
             click.echo(f"{path}  {prompt}")

@@ -38,7 +38,7 @@ def _reward_metrics(report: StepReport, rewards: Sequence[WeightedReward]) -> Me
     metrics: Metrics = {"critic/invalid": sum(map(len, report.rewards.values())) - sum(map(len, groups))}
     if totals:
         every = torch.cat(totals)
-        flat = sum(len(total) > 1 and total.std().item() == 0 for total in totals)
+        flat = sum(len(total) > 1 and bool(total.max() == total.min()) for total in totals)
         metrics |= {
             "critic/rewards/mean": every.mean().item(),
             "critic/rewards/max": every.max().item(),

@@ -3,13 +3,16 @@
 Called by the command in the parent and again in every rank; it reads small files and never writes.
 """
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from diffusers import WanTransformer3DModel
+from safetensors import SafetensorError, safe_open
 
 from algorithms.algorithm import Algorithm
 from algorithms.config import RunConfig
@@ -37,11 +40,12 @@ MAY_CHANGE = frozenset(
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run, and the files of the checkpoint that it goes on from."""
+    """A run, the files of the checkpoint that it goes on from, and sentences that its user should see."""
 
     run: Run
     model: Path
     resume: Mapping[str, bytes] | None
+    notes: Sequence[str]
 
     def policy_job(self, rank: int) -> PolicyJob:
         """What rank `rank` loads if it is a policy rank."""
@@ -71,10 +75,14 @@ def prepare(
 ) -> Prepared:
     """Check `config` for a run of `ranks` ranks and read what it names. Raises ConfigError and its kin."""
     cluster = schedules.cluster(config.schedule, ranks, config.judges(ranks))
+    for rank in cluster.ranks:
+        pick_device(config.device, rank)
     rewards = parse_rewards(config.reward)
     model = Path(config.model) if config.model else MODEL
     check_model(model)
     stochastic_steps = len(load_settings(model).denoising_steps) - 1
+    if not stochastic_steps:
+        raise ModelError(f"--model: {model} samples in one denoising step, which leaves no stochastic step to train")
     made = algorithm(config, tuple(reward.weight for reward in rewards))
     made.trained_steps(stochastic_steps, [0])
     prompts = read_prompts(Path(config.prompts) if config.prompts else PROMPTS)
@@ -84,9 +92,9 @@ def prepare(
             "--eval-prompts: these rewards only compare candidates with each other, which says nothing of a video by "
             "itself; add a reward that scores (=0 keeps it out of training), or set --eval-every 0"
         )
-    if config.init_adapter:
-        _check_adapter(Path(config.init_adapter))
-    resumed = _resume(config) if config.resume else None
+    if config.init_adapter and not config.resume:
+        _check_adapter(config)
+    resumed, damaged = _resume(config) if config.resume else (None, [])
     progress = msgspec.convert(resumed.meta["progress"], Progress) if resumed else Progress()
     if progress.step >= config.steps:
         raise ConfigError(f"--steps: the checkpoint is of step {progress.step}; give more than that to go on")
@@ -101,7 +109,7 @@ def prepare(
         out=_out(name, config, resumed),
         progress=progress,
     )
-    return Prepared(run, model, resumed.files if resumed else None)
+    return Prepared(run, model, resumed.files if resumed else None, damaged)
 
 
 def check_model(folder: Path) -> None:
@@ -111,32 +119,64 @@ def check_model(folder: Path) -> None:
     missing = [part for part in MODEL_PARTS if not (folder / part).is_dir()]
     if missing:
         raise ModelError(f"--model: {folder} is no diffusers Wan folder: it has no {', '.join(missing)}")
-    if not (folder / "transformer" / "config.json").is_file():
-        raise ModelError(f"--model: {folder / 'transformer'} has no config.json; download the model again")
+    file = folder / "transformer" / "config.json"
+    try:
+        kind = json.loads(file.read_bytes())["_class_name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ModelError(f"--model: {file} is missing or damaged; download the model again") from None
+    if kind != WanTransformer3DModel.__name__:
+        raise ModelError(f"--model: {folder} holds a {kind}; only Wan text-to-video models are trained")
+
+
+def read_adapter(folder: Path, option: str) -> AdapterSettings:
+    """The settings of the adapter folder that `option` names. Raises ModelError if it is none or is damaged."""
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise ModelError(f"{option}: {folder} has no {name}; give a folder that a run wrote as adapter/")
+    try:
+        config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=_LoraConfig)
+        with safe_open(folder / WEIGHTS_FILE, "pt"):
+            pass
+    except (msgspec.DecodeError, SafetensorError) as error:
+        raise ModelError(f"{option}: {folder} holds no readable LoRA: {error}; give another adapter folder") from None
+    return AdapterSettings(rank=config.r, alpha=config.lora_alpha, targets=config.target_modules)
+
+
+class _LoraConfig(msgspec.Struct):
+    """What is read of PEFT's adapter_config.json."""
+
+    r: int
+    lora_alpha: float
+    target_modules: tuple[str, ...]
 
 
 def _eval_prompts(config: RunConfig) -> list[str]:
     if not config.eval_every:
         return []
     if config.eval_prompts:
-        return read_prompts(Path(config.eval_prompts))
+        return read_prompts(Path(config.eval_prompts), "--eval-prompts")
     return [] if config.model else read_prompts(EVAL_PROMPTS)
 
 
-def _check_adapter(folder: Path) -> None:
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise ModelError(f"--init-adapter: {folder} has no {name}; give a folder that a run wrote as adapter/")
+def _check_adapter(config: RunConfig) -> None:
+    found = read_adapter(Path(config.init_adapter), "--init-adapter")
+    if (found.rank, found.alpha) != (config.lora_rank, config.lora_alpha):
+        raise ModelError(
+            f"--init-adapter: {config.init_adapter} has rank {found.rank} and alpha {found.alpha:g}, this run "
+            f"{config.lora_rank} and {config.lora_alpha:g}; give --lora-rank {found.rank} --lora-alpha {found.alpha:g}"
+        )
 
 
-def _resume(config: RunConfig) -> checkpoint.Checkpoint:
+def _resume(config: RunConfig) -> tuple[checkpoint.Checkpoint, list[str]]:
+    """The checkpoint to go on from, and a sentence for each later one that is damaged."""
     path = Path(config.resume)
-    if (path / checkpoint.MANIFEST).exists():
-        found = checkpoint.load(path)
-    elif (path / "checkpoints").is_dir():
-        found, _damaged = checkpoint.latest(path / "checkpoints")
-    else:
-        raise CheckpointError(f"--resume: {path} is neither a checkpoint nor a run directory with checkpoints")
+    try:
+        if (path / "checkpoints").is_dir():
+            found, damaged = checkpoint.latest(path / "checkpoints")
+        else:
+            found, damaged = checkpoint.load(path), []
+    except CheckpointError as error:
+        raise ConfigError(f"--resume: {error}") from None
     before = _parsed(type(config), found.meta["config"])
     for field in msgspec.structs.fields(config):
         was, now = getattr(before, field.name), getattr(config, field.name)
@@ -145,7 +185,7 @@ def _resume(config: RunConfig) -> checkpoint.Checkpoint:
                 f"--{toml_key(field.name)}: the run to resume has {was!r}, this one {now!r}; pass --config with "
                 f"the config.toml of that run, or start a new run from its adapter with --init-adapter"
             )
-    return found
+    return found, damaged
 
 
 def _parsed(kind: type[RunConfig], text: str) -> RunConfig:
@@ -154,12 +194,18 @@ def _parsed(kind: type[RunConfig], text: str) -> RunConfig:
 
 
 def _out(name: str, config: RunConfig, resumed: checkpoint.Checkpoint | None) -> Path:
-    if config.out:
-        out = Path(config.out)
-    elif resumed:
-        return resumed.path.parent.parent
-    else:
-        out = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    if (out / "metrics.jsonl").exists() and not (resumed and resumed.path.parent.parent.samefile(out)):
+    before = resumed.path.parent.parent if resumed else None
+    out = Path(config.out) if config.out else before or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out: {out} is no folder; choose another")
+    if not (out / "metrics.jsonl").exists():
+        return out
+    if not (resumed and before and before.samefile(out)):
         raise ConfigError(f"--out: {out} holds a run already; choose another folder, or go on with --resume {out}")
+    later = [step for step in checkpoint.steps(out / "checkpoints") if step > resumed.step]
+    if later and resumed.path.samefile(config.resume):
+        raise ConfigError(
+            f"--resume: {out} holds a later checkpoint, of step {later[-1]}; go on with --resume {out}, or give "
+            "another --out"
+        )
     return out

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from algorithms.algorithm import Algorithm, GroupAdvantages, Loss, coefficients
+from algorithms.prompts import Prompt
 from asyncflow.core.graph import Graph, Kind, Task, producer
 from asyncflow.engine import Invalid
+from asyncflow.randomness import derive_seed
 from engines.orders import CheckpointOrder, ExportOrder, JudgeOrder, ReplayOrder, RolloutOrder, UpdateOrder
 from engines.rewards.registry import WeightedReward
 
@@ -26,6 +28,23 @@ class Sample:
     initial_seed: int
     step_seed: int
     path: str = ""
+
+
+def samples_of(
+    prompts: Sequence[Prompt], *, group_size: int, seed: int, step: int, share_noise: bool
+) -> list[list[Sample]]:
+    """The candidates of each prompt's group, with seeds keyed by (seed, step, position of the prompt, candidate)."""
+    return [
+        [
+            Sample(
+                prompt.text,
+                derive_seed(seed, step, "initial", prompt.position, 0 if share_noise else candidate),
+                derive_seed(seed, step, "steps", prompt.position, candidate),
+            )
+            for candidate in range(group_size)
+        ]
+        for prompt in prompts
+    ]
 
 
 class SamplingProgram:

@@ -4,9 +4,11 @@ Invariant: it decides what a step is, never when a task of it runs. `command` ca
 """
 
 import json
+import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import msgspec
 from algorithms.algorithm import Algorithm
 from algorithms.config import RunConfig
 from algorithms.metrics import Metrics, evaluation_metrics, step_metrics
-from algorithms.program import CheckpointProgram, Sample, SamplingProgram, StepProgram
+from algorithms.program import CheckpointProgram, Sample, SamplingProgram, StepProgram, samples_of
 from algorithms.prompts import PromptSampler
 from algorithms.step import checkpoint_graph, evaluation_graph, step_graph
 from asyncflow import checkpoint, perfetto
@@ -27,7 +29,7 @@ from asyncflow.core.graph import Graph
 from asyncflow.core.plan import Cluster, Plan
 from asyncflow.core.schedules import schedule
 from asyncflow.core.simulate import simulate
-from asyncflow.errors import RewardError
+from asyncflow.errors import RewardError, TrainingError
 from asyncflow.randomness import derive_seed
 from engines.orders import CheckpointOrder
 from engines.rewards.base import PointwiseReward
@@ -119,23 +121,31 @@ class _Loop:
         self.evaluates = bool(run.eval_prompts and run.config.eval_every)
 
     def open(self) -> None:
-        """Make the run directory; of an earlier run that is resumed in it, keep the metrics up to its checkpoint."""
-        self.run.out.mkdir(parents=True, exist_ok=True)
-        (self.run.out / "config.toml").write_text(dump(self.run.config))
-        self.metrics = self.run.out / "metrics.jsonl"
-        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= self.run.progress.step]
-        self.metrics.write_text("".join(f"{line}\n" for line in kept))
+        """Make the run directory; where a run is resumed in its own, keep the metrics up to its checkpoint."""
+        out = self.run.out
+        self.metrics = out / "metrics.jsonl"
+        with _writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "config.toml").write_text(dump(self.run.config))
+            lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+            kept = [line for line in lines if _step_of(line) <= self.run.progress.step]
+            self.metrics.write_text("".join(f"{line}\n" for line in kept))
 
     def write(self, metrics: Metrics) -> None:
-        """Append one object to metrics.jsonl."""
-        with self.metrics.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        """Append one object to metrics.jsonl; a value that is not finite is null."""
+        with _writing(self.run.out), self.metrics.open("a") as file:
+            file.write(msgspec.json.encode(metrics).decode() + "\n")
 
     async def step(self, step: int) -> Metrics:
         """One RL step."""
         run, config = self.run, self.run.config
-        samples = self._samples(step)
+        samples = samples_of(
+            self.sampler.at(step - 1, config.prompts_per_step),
+            group_size=config.group_size,
+            seed=config.seed,
+            step=step,
+            share_noise=run.algorithm.share_noise,
+        )
         trained = [
             run.algorithm.trained_steps(
                 run.stochastic_steps,
@@ -147,7 +157,8 @@ class _Loop:
         result = await self.controller.run(self.graph, self.plan, program)
         metrics: Metrics = {"step": step, "training/epoch": step * config.prompts_per_step / len(run.prompts)}
         metrics |= step_metrics(result, self.graph, program.report, run.rewards) | self._predicted()
-        perfetto.write(result.trace, run.out / "trace" / f"step-{step:06d}.json")
+        with _writing(run.out):
+            perfetto.write(result.trace, run.out / "trace" / f"step-{step:06d}.json")
         run.progress.costs.observe(result.trace, self.graph)
         run.progress.step = step
         for reason in program.report.invalid[:3]:
@@ -160,19 +171,19 @@ class _Loop:
     async def evaluate(self, step: int) -> Metrics:
         """Sample the held-out prompts with seeds that never change, and score them."""
         run = self.run
-        folder = run.out / "samples" / f"step-{step:06d}"
+        folder, shown = run.out / "samples" / f"step-{step:06d}", min(SHOWN, len(run.eval_prompts))
         samples = [
             Sample(
                 prompt,
                 derive_seed("evaluation", place, sample, "initial"),
                 derive_seed("evaluation", place, sample, "steps"),
-                str(folder / f"{place:02d}-{_slug(prompt)}.mp4") if place < SHOWN and not sample else "",
+                str(folder / f"{place:02d}-{_slug(prompt)}.mp4") if place < shown and not sample else "",
             )
             for sample in range(run.config.eval_samples)
             for place, prompt in enumerate(run.eval_prompts)
         ]
         graph, plan = run.scheduled(
-            evaluation_graph(len(samples), SHOWN, task_batch=run.config.task_batch, rewards=self.pointwise)
+            evaluation_graph(len(samples), shown, task_batch=run.config.task_batch, rewards=self.pointwise)
         )
         result = await self.controller.run(graph, plan, SamplingProgram(graph, [samples]))
         run.progress.costs.observe(result.trace, graph)
@@ -192,27 +203,31 @@ class _Loop:
         await self.controller.run(graph, plan, CheckpointProgram(order))
         checkpoint.prune(root, run.config.keep_checkpoints, {run.progress.best_step})
 
-    def _samples(self, step: int) -> list[list[Sample]]:
-        """The candidates of each group, with seeds keyed by (seed, step, position of the prompt, candidate)."""
-        config, shared = self.run.config, self.run.algorithm.share_noise
-        return [
-            [
-                Sample(
-                    prompt.text,
-                    derive_seed(config.seed, step, "initial", prompt.position, 0 if shared else candidate),
-                    derive_seed(config.seed, step, "steps", prompt.position, candidate),
-                )
-                for candidate in range(config.group_size)
-            ]
-            for prompt in self.sampler.at(step - 1, config.prompts_per_step)
-        ]
-
     def _predicted(self) -> Metrics:
         """The step's time as simulated from the costs of earlier steps, once each of its tasks was seen."""
         try:
             return {"timing_s/simulated": simulate(self.graph, self.plan, self.run.progress.costs).seconds}
         except KeyError:
             return {}
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Turn what can go wrong with a disk into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"cannot write to the run directory {out}: {error.strerror}; make room, then go on with --resume {out}"
+        ) from error
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of metrics.jsonl; infinity if a crash cut it short."""
+    try:
+        return int(json.loads(line)["step"])
+    except json.JSONDecodeError:
+        return math.inf
 
 
 def _slug(prompt: str) -> str:

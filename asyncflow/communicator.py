@@ -7,6 +7,7 @@ gang starts and waits there for the engine's tensor. The worker owns it.
 
 import concurrent.futures
 import time
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import torch
@@ -14,6 +15,9 @@ import torch
 from asyncflow.channels.base import Channel, sum_over_ranks
 from asyncflow.lane import Lane
 from asyncflow.wire import Receive, Send
+
+Arrival = tuple[torch.Tensor, float, float]
+"""A tensor, and when its transfer began and ended here, in seconds of the monotonic clock."""
 
 
 class Collective(Protocol):
@@ -23,48 +27,57 @@ class Collective(Protocol):
         """Sum `tensor` over the gang; blocks the calling thread."""
 
     def cancel(self) -> None:
-        """Give the place up, because the engine failed before it had a tensor."""
+        """Give the place up if the engine has put no tensor there; it may have failed, or have nothing to sum."""
 
 
 class Transport(Protocol):
     """What a worker needs of its communicator."""
 
-    async def send(self, order: Send, tensor: torch.Tensor) -> None:
-        """Launch a transfer in its turn; return when it has left."""
+    def send(self, order: Send, tensor: torch.Tensor) -> Awaitable[None]:
+        """Take the next place in the sequence; await the tensor's departure."""
 
-    async def receive(self, order: Receive) -> tuple[torch.Tensor, float, float]:
-        """Launch a transfer in its turn; return the tensor and when its launch began and ended."""
+    def receive(self, order: Receive) -> Awaitable[Arrival]:
+        """Take the next place in the sequence; await the tensor's arrival."""
 
     def collective(self, sequence: int, ranks: tuple[int, ...]) -> Collective:
-        """Hold the next place in the sequence for a gang."""
+        """Take the next place in the sequence and hold it for a gang."""
 
     def close(self) -> None:
         """Finish what was launched and give everything back."""
 
 
 class Communicator:
-    """The transport over a channel."""
+    """The transport over a channel, whose every call is made in the thread of one lane."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._lane = Lane("asyncflow-communication")
+    def __init__(self, channel: Channel, lane: Lane) -> None:
+        self._channel, self._lane = channel, lane
         self._last = 0
 
-    async def send(self, order: Send, tensor: torch.Tensor) -> None:
+    @classmethod
+    async def connect(cls, make: Callable[[], Channel]) -> "Communicator":
+        """Make the channel, which may block until the other ranks make theirs. Raises what `make` raises."""
+        lane = Lane("asyncflow-communication")
+        try:
+            return cls(await lane.submit(make), lane)
+        except Exception:
+            lane.close()
+            raise
+
+    def send(self, order: Send, tensor: torch.Tensor) -> Awaitable[None]:
         """See `Transport`."""
         self._take(order.sequence)
-        await self._lane.submit(lambda: self._channel.send(order.sequence, order.target, tensor.cpu()))
+        return self._lane.submit(lambda: self._channel.send(order.sequence, order.target, tensor.cpu()))
 
-    async def receive(self, order: Receive) -> tuple[torch.Tensor, float, float]:
+    def receive(self, order: Receive) -> Awaitable[Arrival]:
         """See `Transport`."""
         self._take(order.sequence)
 
-        def receive() -> tuple[torch.Tensor, float, float]:
+        def receive() -> Arrival:
             start = time.monotonic()
             tensor = self._channel.receive(order.sequence, order.source, order.header)
             return tensor, start, time.monotonic()
 
-        return await self._lane.submit(receive)
+        return self._lane.submit(receive)
 
     def collective(self, sequence: int, ranks: tuple[int, ...]) -> "GangSum":
         """See `Transport`."""
@@ -109,5 +122,3 @@ class GangSum:
     def cancel(self) -> None:
         """See `Collective`."""
         self.given.cancel()
-
-

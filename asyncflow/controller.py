@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from asyncflow.core.dispatch import (
     Abort,
     Begin,
@@ -97,8 +99,8 @@ class Controller:
                     self.pids[rank] = pid
                 case rank, Ready():
                     waiting.discard(rank)
-                case rank, WorkerFailed(error=error):
-                    raise TaskFailed(f"rank {rank} could not start: {error}")
+                case rank, WorkerFailed(error=error, details=details):
+                    raise _failed(f"rank {rank} could not start: {error}", details)
                 case rank, _:
                     raise RankLostError(f"rank {rank} (process {self.pids.get(rank, '?')}) ended before it was ready")
 
@@ -131,6 +133,13 @@ class Controller:
             self.inbox.put_nowait((rank, None))
 
 
+def _failed(sentence: str, details: str) -> TaskFailed:
+    error = TaskFailed(sentence)
+    if details:
+        error.add_note(details)
+    return error
+
+
 class _Step:
     """One step under way."""
 
@@ -144,7 +153,7 @@ class _Step:
         self.began = controller.clock()
         self._runs: dict[int, Run] = {}
         self._moves: dict[int, Move] = {}
-        self._headers: dict[str, Header] = {}
+        self._made: dict[str, tuple[int, Header]] = {}  # by tensor: the rank that made it, and what it looks like
         self._failure: AsyncflowError | None = None
 
     async def run(self) -> None:
@@ -188,18 +197,17 @@ class _Step:
                         self.values[name] = value
                 for name, reason in invalid.items():
                     self.values[name] = Invalid(reason)
-                self._headers.update(headers)
+                self._made.update((name, (rank, header)) for name, header in headers.items())
                 yield Done(ticket, rank, invalid)
             case TensorMoved(sequence, start, end):
                 sequence -= self.controller.transfers
                 self.trace.moved(self._moves[sequence], start - self.began, end - self.began)
                 yield Moved(sequence)
             case WorkerFailed(ticket, error, details):
-                what = ", ".join(self._runs[ticket].tasks) if ticket else "a transfer"
-                self._failure = TaskFailed(f"{what} failed on rank {rank}: {error}")
-                self._failure.add_note(details)
+                what = f"{', '.join(self._runs[ticket].tasks)} on rank {rank}" if ticket else f"rank {rank}"
+                self._failure = _failed(f"{what} failed: {error}", details)
                 yield Failed(ticket, rank, error)
-            case _:
+            case None:
                 doing = [
                     ", ".join(run.tasks)
                     for ticket, run in self._runs.items()
@@ -210,6 +218,8 @@ class _Step:
                     f"{' in ' + doing[0] if doing else ''}: its process ended or hung up"
                 )
                 yield RankLost(rank, str(self._failure))
+            case _:
+                raise AssertionError(f"rank {rank} sent {message} during a step")
 
     def _needs(self, tasks: Sequence[Task]) -> dict[str, Any]:
         return {name: self.values[name] for task in tasks for name in task.values if name in self.values}
@@ -231,11 +241,17 @@ class _Step:
         gang = run.ranks if run.sequence else ()
         sequence = run.sequence + self.controller.transfers if run.sequence else 0
         for rank in run.ranks:
-            self.controller.send(rank, RunTask(run.ticket, tasks, run.keep, payload, gang, sequence))
+            here = tuple(self._reading_here(task, rank) for task in tasks) if gang else tasks
+            self.controller.send(rank, RunTask(run.ticket, here, run.keep, payload, gang, sequence))
+
+    def _reading_here(self, task: Task, rank: int) -> Task:
+        """A gang's task for one of its ranks, whose share of the inputs is what was made there."""
+        made_here = [tensor for tensor in task.inputs if tensor in self._made and self._made[tensor][0] == rank]
+        return msgspec.structs.replace(task, inputs=tuple(made_here))
 
     def _move(self, move: Move) -> None:
         self._moves[move.sequence] = move
         sequence = move.sequence + self.controller.transfers
-        header = self._headers[move.tensor]
+        _, header = self._made[move.tensor]
         self.controller.send(move.source, Send(sequence, move.tensor, move.target))
         self.controller.send(move.target, Receive(sequence, move.tensor, move.source, header))

@@ -24,7 +24,8 @@ class Invalid:
 class Work:
     """Tasks of one kind (several: one judge batch), their input tensors by name and the algorithm's payload.
 
-    A gang task gets the inputs that lie on this rank, and `sum_over_ranks`, which it must call exactly once.
+    A gang task gets the inputs that were made on this rank, and `sum_over_ranks`, which blocks until every rank of the
+    gang has called it: all of them must call it once, or none.
     """
 
     tasks: tuple[Task, ...]

@@ -5,15 +5,17 @@ commands of `algorithms` call `start_ranks` in the parent and `run_rank` in each
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, NoReturn
 
 import click
 import torch
@@ -28,8 +30,8 @@ from asyncflow.controller import Controller
 from asyncflow.engine import Engine, Result, Work
 from asyncflow.errors import AsyncflowError, RankLost
 from asyncflow.lane import Lane
-from asyncflow.wire import Hello, Ready, StreamLink, WorkerFailed
-from asyncflow.worker import Worker
+from asyncflow.wire import Hello, Ready, Stop, StreamLink
+from asyncflow.worker import Worker, failure
 
 ChannelName = Literal["shared-memory", "gloo"]
 
@@ -37,6 +39,10 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
 _CONNECT = timedelta(seconds=60)
+_PATIENCE_S = 0.5
+"""How long rank 0 goes on after SIGTERM. A launcher sends it when another rank has ended; rank 0 is to learn which."""
+_LAST_WORDS_S = 3.0
+"""How long the end of a failed run may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ def start_ranks(ranks: int, module: str, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong themselves
+    logging.disable(logging.CRITICAL)  # the ranks say what is wrong themselves
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -81,6 +87,8 @@ def start_ranks(ranks: int, module: str, arguments: Sequence[str]) -> int:
         return INTERRUPTED if codes == {INTERRUPTED} else 1
     except SignalException as error:
         return INTERRUPTED if error.sigval is signal.SIGINT else 1
+    finally:
+        logging.disable(logging.NOTSET)
     return 0
 
 
@@ -99,18 +107,27 @@ def run_rank(
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run_rank(rank, build_engine, lead, channel))
-    except AsyncflowError as error:
-        _exit(error, error.exit_code)
     except KeyboardInterrupt:
-        _exit(None, INTERRUPTED)
+        _leave(INTERRUPTED)
 
 
-def _exit(error: AsyncflowError | None, code: int) -> None:
+def _report(error: BaseException) -> int:
+    """Say why the run failed, unless that was done or is no secret; return the exit code."""
+    match error:
+        case KeyboardInterrupt() | asyncio.CancelledError():
+            return INTERRUPTED
+        case Silenced():
+            return 1
+        case AsyncflowError():
+            click.echo("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), err=True)
+            return error.exit_code
+        case _:
+            traceback.print_exception(error)
+            return 1
+
+
+def _leave(code: int) -> NoReturn:
     """Leave at once: the engine or a transfer may block for long, and nobody needs what they do."""
-    if error is not None and not isinstance(error, Silenced):
-        click.echo(f"error: {error}", err=True)
-        for note in getattr(error, "__notes__", []):
-            click.echo(note, err=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -145,13 +162,37 @@ class EngineDevice:
 async def _run_rank(
     rank: Rank, build_engine: Callable[[], Engine], lead: Callable[[Controller], Awaitable[None]], channel: ChannelName
 ) -> None:
-    store: dist.Store
-    store, _, _ = next(dist.rendezvous("env://", rank.number, rank.ranks, timeout=_CONNECT))
-    store = dist.PrefixStore("asyncflow", store)
-    if rank.number:
-        store.wait(["controller"], _CONNECT)
-        await _serve(rank, build_engine, store, channel)
-        return
+    try:
+        store: dist.Store
+        store, _, _ = next(dist.rendezvous("env://", rank.number, rank.ranks, timeout=_CONNECT))
+        store = dist.PrefixStore("asyncflow", store)
+        if rank.number:
+            await _follow(rank, build_engine, store, channel)
+        else:
+            await _lead(rank, build_engine, lead, store, channel)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, this rank ends now
+        _leave(_report(error))
+
+
+async def _follow(rank: Rank, build_engine: Callable[[], Engine], store: dist.Store, channel: ChannelName) -> None:
+    """The life of every rank but the first."""
+    store.wait(["controller"], _CONNECT)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(_LAST_WORDS_S, _leave, INTERRUPTED))
+    await _serve(rank, build_engine, store, channel)
+
+
+async def _lead(
+    rank: Rank,
+    build_engine: Callable[[], Engine],
+    lead: Callable[[Controller], Awaitable[None]],
+    store: dist.Store,
+    channel: ChannelName,
+) -> None:
+    """The life of rank 0, which controls the run beside serving in it."""
+    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    assert this is not None
+    loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(_PATIENCE_S, this.cancel))
     links: dict[int, StreamLink] = {}
     complete = asyncio.Event()
 
@@ -175,10 +216,12 @@ async def _run_rank(
     try:
         await controller.ready()
         await lead(controller)
-    except BaseException as error:
-        await controller.close(str(error) or type(error).__name__)
-        serving.cancel()
-        raise
+    except BaseException as error:  # noqa: BLE001 - whatever it is, all ranks end now
+        code = _report(error)  # first: once another rank has ended, a launcher ends this one
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await controller.close(str(error) or type(error).__name__)
+        _leave(code)
     await controller.close()
     await serving
     server.close()
@@ -186,34 +229,30 @@ async def _run_rank(
 
 async def _serve(rank: Rank, build_engine: Callable[[], Engine], store: dist.Store, channel: ChannelName) -> None:
     """The worker's life on this rank."""
-    loop = asyncio.get_running_loop()
     host, port = store.get("controller").decode().split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(rank.number.to_bytes(4, "big"))
     link = StreamLink(reader, writer)
     link.send(Hello(rank.number, os.getpid()))
     device = EngineDevice()
+    make: dict[ChannelName, Callable[..., Channel]] = {"shared-memory": SharedMemoryChannel, "gloo": GlooChannel}
+    stop: Stop | None = None
     try:
+        transport = await Communicator.connect(lambda: make[channel](rank.number, rank.ranks, store))
         await device.load(build_engine)
-        wires: Channel
-        make = {"shared-memory": SharedMemoryChannel, "gloo": GlooChannel}[channel]
-        wires = await loop.run_in_executor(None, make, rank.number, rank.ranks, store)
+        link.send(Ready())
+        with contextlib.suppress(EOFError):
+            stop = await Worker(rank.number, link, device, transport, time.monotonic).run()
     except Exception as error:
-        sentence = str(error) if isinstance(error, AsyncflowError) else f"{type(error).__name__}: {error}"
-        link.send(WorkerFailed(0, sentence, ""))
+        link.send(failure(0, error))
         await link.close()
-        raise Silenced(sentence) from error
-    transport = Communicator(wires)
-    worker = Worker(rank.number, link, device, transport, time.monotonic)
-    link.send(Ready())
-    try:
-        stop = await worker.run()
-    except EOFError:
-        raise RankLost("rank 0, which controls the run, was lost: its process ended or hung up") from None
+        raise Silenced(str(error)) from error
+    if stop is None:
+        first = store.add("ranks that miss rank 0", 1) == 1
+        sentence = "rank 0, which controls the run, was lost: its process ended or hung up"
+        raise RankLost(sentence) if first else Silenced(sentence)
     if stop.error:
         raise Silenced(stop.error)
     device.close()
     transport.close()
     await link.close()
-
-

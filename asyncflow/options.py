@@ -10,6 +10,7 @@ Called by the commands in algorithms/; `run` is the entry point of each.
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -68,7 +69,8 @@ def run(command: click.Command, args: Sequence[str] | None = None, name: str = "
 
 
 def _fail(sentence: str, exit_code: int) -> int:
-    click.echo(f"Error: {sentence}", err=True)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun every rank meets the same error, and one says so
+        click.echo(f"Error: {sentence}", err=True)
     return exit_code
 
 

@@ -32,13 +32,14 @@ class ObjectStore:
         """The tensor, once it is here."""
         return await asyncio.shield(self._future(name))
 
-    def holds(self, name: str) -> bool:
-        """Whether the tensor is here now."""
-        return name in self._tensors and self._tensors[name].done()
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The tensor, which must be here."""
+        assert name in self._tensors and self._tensors[name].done(), f"{name} is not here"
+        return self._tensors[name].result()
 
     def drop(self, name: str) -> None:
-        """Forget a tensor."""
-        assert self.holds(name), f"{name} was dropped before it was here"
+        """Forget a tensor, which must be here."""
+        assert name in self._tensors and self._tensors[name].done(), f"{name} was dropped before it was here"
         del self._tensors[name]
 
     def _future(self, name: str) -> asyncio.Future[torch.Tensor]:

@@ -6,23 +6,25 @@ fake devices and transfers that take what a `Durations` says.
 """
 
 import asyncio
-import heapq
 import selectors
 from collections import defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import Context
+from heapq import heappop, heappush
 from itertools import count
+from random import Random
 from typing import Any, TypeVar
 
 import torch
 
 from asyncflow.channels.base import header_of
+from asyncflow.communicator import Arrival
 from asyncflow.controller import Controller, Program, StepResult
 from asyncflow.core.cost import Durations
-from asyncflow.core.graph import Graph, Task
+from asyncflow.core.graph import JUDGE_KINDS, LOCAL_KINDS, Graph, Kind, Task
 from asyncflow.core.plan import CONTROLLER, Plan
 from asyncflow.engine import Engine, Result, Work
-from asyncflow.wire import Hello, Message, Ready, Receive, Send
+from asyncflow.wire import Hello, Message, Ready, Receive, Send, decode, encode
 from asyncflow.worker import Worker
 
 T = TypeVar("T")
@@ -32,57 +34,55 @@ class Deadlock(Exception):
     """Nothing can ever happen again in a virtual loop: everything waits for everything else."""
 
 
-class _Timer(asyncio.TimerHandle):
-    """A timer that fires in the order it was set among those of one moment."""
-
-    _order = count()
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.number = next(self._order)
-
-    def __lt__(self, other: object) -> bool:
-        assert isinstance(other, _Timer)
-        return (self.when(), self.number) < (other.when(), other.number)
-
-
 class _Jump(selectors.SelectSelector):
-    """A selector that, instead of waiting, moves the loop's clock."""
+    """A selector that fires the next timer instead of waiting for it."""
 
     loop: "VirtualLoop"
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
-        if not ready:
-            if timeout is None:
-                waiting = ", ".join(map(str, asyncio.all_tasks(self.loop)))
-                raise Deadlock(f"every coroutine waits for another: {waiting}")
-            self.loop.now += timeout
+        if not ready and timeout is None:  # nothing else is left to do at this moment
+            self.loop.fire()
         return ready
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in virtual time, which starts at 0 and never sleeps. Threads have no place in it."""
+    """An event loop in virtual time, which starts at 0 and never sleeps. Threads have no place in it.
+
+    Timers fire one by one, those of one moment in the order they were set, and each after all that the one before it
+    set going has come to rest.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle, Callable[..., object], tuple[Any, ...]]] = []
+        self._order = count()
         selector = _Jump()
         selector.loop = self
         super().__init__(selector)
-        self._clock_resolution = 1e-9
 
     def time(self) -> float:
         """Seconds of virtual time."""
         return self.now
 
-    def call_at(  # type: ignore[override]  # the base class's variadic signature cannot be written without its privates
-        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    def call_at(  # type: ignore[override]  # the base class types `args` by a TypeVarTuple
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """As any loop's, but timers of one moment fire in the order they were set."""
-        timer = _Timer(when, callback, args, self, context)
-        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
-        timer._scheduled = True  # type: ignore[attr-defined]
+        """See the class."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heappush(self._timers, (when, next(self._order), timer, callback, args))
         return timer
+
+    def fire(self) -> None:
+        """Move the clock to the next timer and call it. Raises Deadlock if there is none."""
+        while self._timers:
+            when, _, timer, callback, args = heappop(self._timers)
+            if not timer.cancelled():
+                self.now = max(self.now, when)
+                self.call_soon(callback, *args)
+                return
+        waiting = ", ".join(map(str, asyncio.all_tasks(self)))
+        raise Deadlock(f"every coroutine waits for another: {waiting}")
 
     @classmethod
     def run(cls, main: Coroutine[Any, Any, T]) -> T:
@@ -100,10 +100,13 @@ async def until(when: float) -> None:
 
 
 class MemoryLink:
-    """One end of a link within a process; `pair` makes both."""
+    """One end of a link within a process; `pair` makes both. Messages travel encoded, as they do between processes.
+
+    In a virtual loop all links together deliver in the order in which the messages were sent.
+    """
 
     def __init__(self) -> None:
-        self._inbox: asyncio.Queue[Message | None] = asyncio.Queue()
+        self._inbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._other: MemoryLink = self
 
     @classmethod
@@ -115,18 +118,22 @@ class MemoryLink:
 
     def send(self, message: Message) -> None:
         """See `Link`."""
-        self._other._inbox.put_nowait(message)
+        self._deliver(encode(message))
 
     async def receive(self) -> Message:
         """See `Link`."""
-        message = await self._inbox.get()
-        if message is None:
+        body = await self._inbox.get()
+        if not body:
             raise EOFError("the other end hung up")
-        return message
+        return decode(body)
 
     async def close(self) -> None:
         """See `Link`."""
-        self._other._inbox.put_nowait(None)
+        self._deliver(b"")
+
+    def _deliver(self, body: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_at(loop.time(), self._other._inbox.put_nowait, body)
 
 
 class FakeNetwork:
@@ -163,14 +170,18 @@ class FakeTransport:
         self._rank, self._network = rank, network
         self._last = 0
 
-    async def send(self, order: Send, tensor: torch.Tensor) -> None:
+    def send(self, order: Send, tensor: torch.Tensor) -> Awaitable[None]:
         """See `Transport`."""
         self._take(order.sequence)
         self._network.sent[order.sequence] = tensor
+        return asyncio.sleep(0)
 
-    async def receive(self, order: Receive) -> tuple[torch.Tensor, float, float]:
+    def receive(self, order: Receive) -> Awaitable[Arrival]:
         """See `Transport`."""
         self._take(order.sequence)
+        return self._arrival(order)
+
+    async def _arrival(self, order: Receive) -> Arrival:
         free = self._network.free
         start = max(asyncio.get_running_loop().time(), free[order.source], free[self._rank])
         end = start + self._network.durations.move(order.tensor, order.source, self._rank)
@@ -224,7 +235,8 @@ def run_virtually(
 ) -> StepResult:
     """Execute one step with the real controller and workers in virtual time, and check that no tensor is left over.
 
-    Without `engines` tasks give empty tensors; without `program` they are told nothing.
+    Without `engines` tasks give empty tensors; without `program` they are told nothing. What the controller computes
+    takes no time.
     """
     ranks = sorted({rank for places in plan.ranks.values() for rank in places} - {CONTROLLER})
     network = FakeNetwork(durations)
@@ -242,11 +254,87 @@ def run_virtually(
         serving = [asyncio.create_task(worker.run()) for worker in workers]
         try:
             await controller.ready()
-            return await controller.run(graph, plan, program or NoProgram())
+            result = await controller.run(graph, plan, program or NoProgram())
         finally:
             await controller.close()
             await asyncio.gather(*serving)
-            left = [worker.rank for worker in workers if len(worker.store)]
-            assert not left, f"ranks {left} still hold tensors"
+        left = [worker.rank for worker in workers if len(worker.store)]
+        assert not left, f"ranks {left} still hold tensors"
+        return result
 
     return VirtualLoop.run(main())
+
+
+class HashedDurations:
+    """Durations that look random but depend only on `seed` and on what takes them; the controller takes no time.
+
+    `choices` are the seconds to choose from: a few small integers make many events fall on one moment.
+    """
+
+    def __init__(self, seed: int, choices: Sequence[float]) -> None:
+        self._seed, self._choices = seed, choices
+
+    def run(self, tasks: Sequence[Task], rank: int) -> float:
+        """See `Durations`."""
+        return 0.0 if rank == CONTROLLER else self._choose(rank, *(task.id for task in tasks))
+
+    def move(self, tensor: str, source: int, target: int) -> float:
+        """See `Durations`."""
+        return self._choose(tensor, source, target)
+
+    def _choose(self, *what: object) -> float:
+        return Random(f"{self._seed} {what}").choice(self._choices)
+
+
+def rl_step(groups: int, batches: int, mini_batches: int = 1) -> Graph:
+    """A step's dataflow: `groups` groups of `batches` micro-batches of two candidates, each scored on its own."""
+    tasks: list[Task] = []
+    for mini_batch in range(mini_batches):
+        replays: list[Task] = []
+        for group in range(mini_batch, groups, mini_batches):
+            judged: list[str] = []
+            for batch in range(batches):
+                at = f"{group}.{batch}"
+                both = (2 * batch, 2 * batch + 1)
+                one: dict[str, Any] = {"group": group, "mini_batch": mini_batch, "candidates": both}
+                path, frames = f"rollout/{at}.path", f"decode/{at}.frames"
+                tasks.append(Task(f"rollout/{at}", Kind.ROLLOUT, **one))
+                tasks.append(Task(f"decode/{at}", Kind.DECODE, inputs=(path,), **one))
+                for candidate in both:
+                    judged.append(f"score/{at}.{candidate}")
+                    alone = {**one, "candidates": (candidate,)}
+                    tasks.append(Task(judged[-1], Kind.SCORE, inputs=(frames,), judge="quality", **alone))
+                before = (f"update/{mini_batch - 1}",) if mini_batch else ()
+                replays.append(Task(f"replay/{at}", Kind.REPLAY, inputs=(path,), after=before, **one))
+            tasks.append(Task(f"reward/{group}", Kind.REWARD, values=tuple(judged), group=group))
+            tasks.append(Task(f"advantage/{group}", Kind.ADVANTAGE, values=(f"reward/{group}",), group=group))
+        tasks += replays
+        gradients = tuple(f"{task.id}.gradients" for task in replays)
+        values = (*(task.id for task in replays), *(f"advantage/{task.group}" for task in replays))
+        tasks.append(Task(f"update/{mini_batch}", Kind.UPDATE, inputs=gradients, values=values, mini_batch=mini_batch))
+    return Graph(tasks)
+
+
+def random_step(random: Random, ranks: int, size: int) -> tuple[Graph, Plan]:
+    """A graph of `size` tasks and a plan for it, with every sort of task, edge and placement by lot."""
+    kinds = [kind for kind in Kind if kind is not Kind.UPDATE]
+    tasks: list[Task] = []
+    places: dict[str, tuple[int, ...]] = {}
+    for position in range(size):
+        kind = Kind.UPDATE if random.random() < 0.1 else random.choice(kinds)
+        name = f"{kind}/{position}"
+        gang = tuple(range(random.randint(1, ranks)))
+        here = (CONTROLLER,) if kind in LOCAL_KINDS else gang if kind is Kind.UPDATE else (random.randrange(ranks),)
+        makers = [task.id for task in tasks if task.kind not in LOCAL_KINDS | {Kind.UPDATE}]
+        if kind is Kind.UPDATE:
+            makers = [maker for maker in makers if places[maker][0] in gang]
+        read = 0 if kind in LOCAL_KINDS else min(len(makers), random.randint(0, 3))
+        inputs = tuple(f"{maker}.{random.choice('ab')}" for maker in random.sample(makers, read))
+        ids = [task.id for task in tasks]
+        values = tuple(random.sample(ids, min(len(ids), random.randint(0, 2))))
+        after = tuple(random.sample(ids, min(len(ids), random.randint(0, 1))))
+        judge = random.choice("xy") if kind in JUDGE_KINDS else ""
+        tasks.append(Task(name, kind, inputs=inputs, values=values, after=after, judge=judge))
+        places[name] = here
+    graph = Graph(tasks)
+    return graph, Plan(places, tuple(random.sample(list(graph.tasks), size)), random.randint(1, 3))

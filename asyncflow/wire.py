@@ -104,12 +104,15 @@ ToRank = RunTask | Send | Receive | Forget | Stop
 ToController = Hello | Ready | TaskDone | TensorMoved | WorkerFailed
 Message = ToRank | ToController
 
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Message).decode
+
 
 class Link(Protocol):
     """One end of a connection between the controller and a rank; messages arrive whole and in order."""
 
     def send(self, message: Message) -> None:
-        """Queue a message; it never blocks."""
+        """Queue a message; it never blocks, and is lost if the other end is gone."""
 
     async def receive(self) -> Message:
         """The next message. Raises EOFError when the other end is gone."""
@@ -123,19 +126,18 @@ class StreamLink:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(Message).decode
 
     def send(self, message: Message) -> None:
         """See `Link`."""
-        body = self._encode(message)
-        self._writer.write(len(body).to_bytes(4, "big") + body)
+        body = encode(message)
+        if not self._writer.is_closing():  # uvloop refuses to write then
+            self._writer.write(len(body).to_bytes(4, "big") + body)
 
     async def receive(self) -> Message:
         """See `Link`."""
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "big")
-            return self._decode(await self._reader.readexactly(size))
+            return decode(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise EOFError("the other end of a control connection is gone") from error
 

@@ -1,18 +1,18 @@
 """The worker: one rank's end of the runtime, a coroutine for each message of the controller.
 
-Invariant: messages are begun in the order they arrive, so device work and transfers are launched in the order the
-dispatcher gave them; each then awaits its inputs, wherever they are made, and reports its own end. `launch` runs one
-worker in each rank's event loop, `testing` several in one.
+Invariant: messages are begun in the order they arrive, and what moves takes its place in the one sequence at once, so
+device work and transfers are launched in the order the dispatcher gave them; each then awaits its inputs, and reports
+its own end. `launch` runs one worker in each rank's event loop, `testing` several in one.
 """
 
 import asyncio
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 
 from asyncflow.channels.base import header_of
-from asyncflow.communicator import Collective, Transport
+from asyncflow.communicator import Arrival, Collective, Transport
 from asyncflow.engine import Device, Work
-from asyncflow.errors import AsyncflowError
+from asyncflow.errors import AsyncflowError, RankLost
 from asyncflow.store import ObjectStore
 from asyncflow.wire import (
     Forget,
@@ -25,6 +25,9 @@ from asyncflow.wire import (
     TensorMoved,
     WorkerFailed,
 )
+
+_PATIENCE_S = 1.0
+"""How long a rank that misses another one waits before it says so: the controller hears of it from that rank's link."""
 
 
 class Worker:
@@ -50,9 +53,9 @@ class Worker:
                             place = self._transport.collective(message.sequence, message.gang)
                         self._begin(message.ticket, self._run(message, place))
                     case Send() as message:
-                        self._begin(0, self._send(message))
+                        self._begin(0, self._transport.send(message, self.store[message.tensor]))
                     case Receive() as message:
-                        self._begin(0, self._receive(message))
+                        self._begin(0, self._receive(message, self._transport.receive(message)))
                     case Forget(tensor):
                         self.store.drop(tensor)
                     case Stop() as message:
@@ -64,15 +67,15 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _begin(self, ticket: int, work: Coroutine[None, None, None]) -> None:
+    def _begin(self, ticket: int, work: Awaitable[None]) -> None:
         async def supervised() -> None:
             try:
                 await work
-            except AsyncflowError as error:
-                self._link.send(WorkerFailed(ticket, str(error), traceback.format_exc()))
+            except RankLost as error:
+                await asyncio.sleep(_PATIENCE_S)
+                self._link.send(failure(ticket, error))
             except Exception as error:  # noqa: BLE001 - a task's edge: whatever it raised ends the run with one error
-                sentence = f"{type(error).__name__}: {error}"
-                self._link.send(WorkerFailed(ticket, sentence, traceback.format_exc()))
+                self._link.send(failure(ticket, error))
 
         task = asyncio.create_task(supervised())
         self._tasks.add(task)
@@ -80,10 +83,7 @@ class Worker:
 
     async def _run(self, message: RunTask, place: Collective | None) -> None:
         try:
-            names = [name for task in message.tasks for name in task.inputs]
-            if place:  # a gang reads what lies here
-                names = [name for name in names if self.store.holds(name)]
-            tensors = {name: await self.store.get(name) for name in names}
+            tensors = {name: await self.store.get(name) for task in message.tasks for name in task.inputs}
             start = self._clock()
             result = await self._device.run(Work(message.tasks, tensors, message.payload, place))
             end = self._clock()
@@ -96,10 +96,15 @@ class Worker:
         headers = {name: header_of(tensor) for name, tensor in kept.items()}
         self._link.send(TaskDone(message.ticket, start, end, result.values, result.invalid, headers))
 
-    async def _send(self, message: Send) -> None:
-        await self._transport.send(message, await self.store.get(message.tensor))
-
-    async def _receive(self, message: Receive) -> None:
-        tensor, start, end = await self._transport.receive(message)
+    async def _receive(self, message: Receive, arrival: Awaitable[Arrival]) -> None:
+        tensor, start, end = await arrival
         self.store.put(message.tensor, tensor)
         self._link.send(TensorMoved(message.sequence, start, end))
+
+
+def failure(ticket: int, error: Exception) -> WorkerFailed:
+    """What the controller is told of `error`: an error raised on purpose speaks for itself, others need a traceback."""
+    if isinstance(error, AsyncflowError):
+        return WorkerFailed(ticket, str(error), "")
+    details = "".join(traceback.format_exception(error)).rstrip()
+    return WorkerFailed(ticket, f"{type(error).__name__}: {error}", details)

@@ -4,6 +4,7 @@ import click
 
 from bench.dispatch import dispatch
 from bench.learning import learning
+from bench.samples import samples
 from bench.schedules import schedules
 from bench.timeline import timeline
 from bench.transport import transport
@@ -14,7 +15,7 @@ def bench() -> None:
     """Measure asyncflow; every number in its documents is printed by one of these."""
 
 
-for command in (dispatch, learning, schedules, timeline, transport):
+for command in (dispatch, learning, samples, schedules, timeline, transport):
     bench.add_command(command)
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ ranks load DiT, LoRA, optimizer, VAE and the prompts' embeddings; judges load th
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec import convert
@@ -36,7 +37,11 @@ OPTIMIZER_FILE = "optimizer.pt"
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyJob:
-    """What a policy rank needs. `prompts` are all that the run will ever sample; `resume` are a checkpoint's files."""
+    """What a policy rank needs.
+
+    `prompts` are all that the run will ever sample. It starts from the checkpoint's files in `resume`, else from the
+    weights of `init_adapter`, else from a fresh adapter.
+    """
 
     model: Path
     device: str
@@ -61,22 +66,34 @@ def pick_device(name: str, rank: int) -> str:
     return f"cuda:{rank}"
 
 
+def compute_dtype(device: str) -> torch.dtype:
+    """What models compute in: bfloat16 on a GPU, float32 on the CPU."""
+    return torch.bfloat16 if device.startswith("cuda") else torch.float32
+
+
+def encode_prompts(folder: Path, prompts: Sequence[str], device: str) -> dict[str, Tensor]:
+    """The embedding [L, D] of every prompt, on the host; the encoder, larger than a real policy, is gone afterwards."""
+    length, dtype = load_settings(folder).text_length, compute_dtype(device)
+    encoder = load_text_encoder(folder, length, device=device, dtype=dtype)
+    return {prompt: encoder.encode([prompt])[0].cpu() for prompt in dict.fromkeys(prompts)}
+
+
 class PolicyEngine:
     """Samples, decodes, replays and updates."""
 
     def __init__(self, job: PolicyJob) -> None:
         self._job = job
-        dtype = torch.bfloat16 if job.device.startswith("cuda") else torch.float32
-        self._texts = _encode(job, dtype)
+        dtype = compute_dtype(job.device)
+        self._texts = encode_prompts(job.model, job.prompts, job.device)
         self._policy = load_policy(job.model, device=job.device, dtype=dtype)
         self._vae = load_vae(job.model, device=job.device)
         self._adapter = Adapter(self._policy.model, job.adapter, job.seed)
         self._optimizer = Optimizer(self._adapter.vector, job.optimizer)
-        if job.init_adapter:
-            self._adapter.load(job.init_adapter)
         if job.resume:
             self._adapter.assign(_loaded(job.resume[ADAPTER_FILE]).to(job.device))
             self._optimizer.load_state_dict(_loaded(job.resume[OPTIMIZER_FILE]))
+        elif job.init_adapter:
+            self._adapter.load(job.init_adapter)
         settings, scale = self._policy.settings, self._vae.config.scale_factor_spatial
         self._size = settings.height // scale, settings.width // scale
 
@@ -184,9 +201,8 @@ class JudgeEngine:
         else:
             assert isinstance(reward, PointwiseReward)
             outcomes = reward.score([video for (video,) in videos], order.prompts)
-        by_task = dict(zip(
-            [task.id for task in work.tasks], checked(outcomes, len(videos), reward.name, order.prompts), strict=True
-        ))
+        outcomes = checked(outcomes, len(videos), reward.name, order.prompts)
+        by_task = dict(zip([task.id for task in work.tasks], outcomes, strict=True))
         invalid = {name: outcome.reason for name, outcome in by_task.items() if isinstance(outcome, Invalid)}
         values = {name: outcome for name, outcome in by_task.items() if not isinstance(outcome, Invalid)}
         return Result(values=values, invalid=invalid)
@@ -196,7 +212,7 @@ class RankEngine:
     """Routes each kind of task to the engine of its role."""
 
     def __init__(self, policy: PolicyEngine | None, judge: JudgeEngine | None) -> None:
-        self._methods = {}
+        self._methods: dict[Kind, Callable[[Work], Result]] = {}
         if policy:
             self._methods |= {
                 Kind.ROLLOUT: policy.rollout,
@@ -215,17 +231,11 @@ class RankEngine:
         return self._methods[work.tasks[0].kind](work)
 
 
-def _encode(job: PolicyJob, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The embedding of every prompt, on the host; the encoder, larger than a real policy, is gone afterwards."""
-    encoder = load_text_encoder(job.model, load_settings(job.model).text_length, device=job.device, dtype=dtype)
-    return {prompt: encoder.encode([prompt])[0].cpu() for prompt in dict.fromkeys(job.prompts)}
-
-
 def _saved(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-def _loaded(data: bytes) -> object:
+def _loaded(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")

@@ -91,7 +91,7 @@ def save_tiny_model(folder: Path) -> None:
     WanPipeline(
         tokenizer=tokenizer,
         text_encoder=encoder.eval(),
-        vae=tiny_vae(residual=False),
+        vae=tiny_vae(residual=True),
         scheduler=FlowMatchEulerDiscreteScheduler(),
         transformer=tiny_transformer(),
     ).save_pretrained(folder)

@@ -29,7 +29,7 @@ class GlooChannel:
         try:
             dist.send(tensor.contiguous(), target, tag=sequence)
         except RuntimeError as error:
-            raise RankLost(f"rank {target} is gone: transfer {sequence} to it failed ({error})") from error
+            raise RankLost(f"rank {target} is gone or stuck: transfer {sequence} to it failed ({error})") from error
 
     def receive(self, sequence: int, source: int, header: Header) -> torch.Tensor:
         """See `Channel`."""
@@ -37,7 +37,7 @@ class GlooChannel:
         try:
             dist.recv(tensor, source, tag=sequence)
         except RuntimeError as error:
-            raise RankLost(f"rank {source} is gone: transfer {sequence} from it failed ({error})") from error
+            raise RankLost(f"rank {source} is gone or stuck: transfer {sequence} from it failed ({error})") from error
         return tensor
 
     def close(self) -> None:

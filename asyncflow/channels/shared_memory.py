@@ -30,8 +30,8 @@ class Frame(msgspec.Struct, frozen=True):
 class SharedMemoryChannel:
     """A channel over one Unix socket for each pair of ranks, in the abstract namespace: no file to clean up."""
 
-    def __init__(self, rank: int, ranks: int, store: Store) -> None:
-        """Connect to all other ranks through addresses in `store`; every rank must do so."""
+    def __init__(self, rank: int, ranks: int, store: Store, timeout: float = 60.0) -> None:
+        """Connect to all other ranks through addresses in `store`; every rank must do so within `timeout` seconds."""
         self.rank = rank
         self._peers: dict[int, socket.socket] = {}
         self._encode = msgspec.msgpack.Encoder().encode
@@ -39,31 +39,35 @@ class SharedMemoryChannel:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("")  # the kernel picks a free abstract address
             listener.listen(ranks)
+            listener.settimeout(timeout)
             store.set(f"channel/{rank}", listener.getsockname())
-            for other in range(rank):
-                store.wait([f"channel/{other}"], timedelta(seconds=60))
-                peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                peer.connect(store.get(f"channel/{other}"))
-                peer.send(str(rank).encode())
-                self._peers[other] = peer
-            for _ in range(rank + 1, ranks):
-                peer, _address = listener.accept()
-                self._peers[int(peer.recv(_MESSAGE))] = peer
+            try:
+                for other in range(rank):
+                    store.wait([f"channel/{other}"], timedelta(seconds=timeout))
+                    peer = self._peers[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    peer.connect(store.get(f"channel/{other}"))
+                    peer.send(str(rank).encode())
+                while len(self._peers) < ranks - 1:
+                    peer, _address = listener.accept()
+                    self._peers[int(peer.recv(_MESSAGE))] = peer
+            except (OSError, RuntimeError) as error:
+                self.close()
+                missing = sorted(set(range(ranks)) - {rank, *self._peers})
+                raise RankLost(f"ranks {missing} did not connect to rank {rank} within {timeout:g} seconds") from error
 
     def send(self, sequence: int, target: int, tensor: torch.Tensor) -> None:
         """See `Channel`."""
+        frame = self._encode(Frame(sequence, header_of(tensor)))
         descriptor = os.memfd_create("asyncflow", os.MFD_CLOEXEC)
         try:
             if tensor.nbytes:
                 os.ftruncate(descriptor, tensor.nbytes)
                 with mmap.mmap(descriptor, tensor.nbytes) as memory:
-                    view = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
-                    view.copy_(tensor)
-                    del view
-            frame = self._encode(Frame(sequence, header_of(tensor)))
-            socket.send_fds(self._peers[target], [frame], [descriptor])
-        except OSError as error:
-            raise RankLost(f"rank {target} is gone: transfer {sequence} to it failed ({error})") from error
+                    torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+            try:
+                socket.send_fds(self._peers[target], [frame], [descriptor])
+            except OSError as error:
+                raise RankLost(f"rank {target} is gone: transfer {sequence} to it failed ({error})") from error
         finally:
             os.close(descriptor)
 

@@ -85,6 +85,8 @@ class Graph:
                 assert name in self.tasks, f"task {task.id} waits for {name}, which is not in the graph"
                 self.successors[name].append(task.id)
             for tensor in task.inputs:
+                maker = self.tasks[producer(tensor)].kind
+                assert maker not in LOCAL_KINDS | {Kind.UPDATE}, f"{task.id} reads {tensor}, but no {maker} makes any"
                 self.consumers.setdefault(tensor, []).append(task.id)
         self.outputs: dict[str, tuple[str, ...]] = dict.fromkeys(self.tasks, ())
         for tensor in sorted(self.consumers):

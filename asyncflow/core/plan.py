@@ -40,6 +40,7 @@ class Plan(msgspec.Struct, frozen=True):
             ranks = self.ranks[task.id]
             if task.kind in LOCAL_KINDS:
                 assert ranks == (CONTROLLER,), f"{task.id} runs on the controller, not on {ranks}"
+                assert not task.inputs, f"{task.id} runs on the controller, which holds no tensors"
             elif task.kind is Kind.UPDATE:
                 assert ranks == cluster.policy, f"{task.id} is a gang task of all policy ranks, not of {ranks}"
             else:

@@ -78,6 +78,8 @@ class PairwiseReward(Reward):
 
 def checked(outcomes: Sequence[Outcome], expected: int, reward: str, prompts: Sequence[str]) -> list[Outcome]:
     """`outcomes` as they are. Raises RewardError if one is neither finite nor invalid, or if their number is wrong."""
+    if not isinstance(outcomes, Sequence):  # a reward may be anybody's code
+        raise RewardError(f"reward {reward} gave a {type(outcomes).__name__}; return a list with an outcome for each")
     if len(outcomes) != expected:
         raise RewardError(f"reward {reward} gave {len(outcomes)} outcomes for {expected} judgements; return one each")
     for outcome, prompt in zip(outcomes, prompts, strict=True):

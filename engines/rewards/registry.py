@@ -67,6 +67,6 @@ def _import(name: str) -> type[Reward]:
     is_reward = inspect.isclass(found) and issubclass(found, PointwiseReward | PairwiseReward)
     if not is_reward or inspect.isabstract(found):
         raise ConfigError(f"--reward: {name} must be a subclass of PointwiseReward or PairwiseReward, with its method")
-    if not isinstance(getattr(found, "name", None), str):
+    if not isinstance(getattr(found, "name", None), str) or not found.name:
         raise ConfigError(f"--reward: {name} has no name; give the class an attribute `name`")
     return found

@@ -1,0 +1,104 @@
+"""DanceGRPO's advantages: whose statistics, who is kept, and that an invalid reward touches nobody else."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from algorithms.dancegrpo import DanceGRPO, DanceGRPOConfig
+
+NAN = math.nan
+
+
+def column(*rewards: float) -> Tensor:
+    return torch.tensor(rewards, dtype=torch.float64)[:, None]
+
+
+def algorithm(*weights: float, **config: object) -> DanceGRPO:
+    return DanceGRPO(DanceGRPOConfig(**{"model": "m", "prompts": "p.txt", **config}), weights or (1.0,))
+
+
+def test_a_group_is_normalised_by_its_own_mean_and_unbiased_deviation():
+    """(r - mean) / (std + 1e-8) with n - 1 in the variance; other groups do not matter."""
+    made = algorithm().advantages(1, {1: column(1.0, 2.0, 3.0, 6.0)})
+    deviation = math.sqrt((4 + 1 + 0 + 9) / 3)
+    expected = [(r - 3.0) / (deviation + 1e-8) for r in (1.0, 2.0, 3.0, 6.0)]
+    assert made.advantages.dtype == torch.float64
+    assert made.advantages[:, 0].tolist() == pytest.approx(expected, rel=1e-14)
+    assert made.kept.tolist() == [True] * 4
+
+
+def test_equal_rewards_have_no_advantage():
+    """The 1e-8 under the fraction makes a group that differs by rounding alone teach nothing, and nothing infinite."""
+    made = algorithm().advantages(0, {0: column(0.7, 0.7, 0.7)})
+    assert made.advantages.abs().max() < 1e-7
+    assert made.kept.all()
+
+
+def test_global_statistics_pool_all_groups():
+    """With `statistics = global` mean and deviation are those of every valid reward of the step."""
+    rewards = {0: column(0.0, 1.0), 1: column(10.0, NAN), 2: column(5.0, 4.0)}
+    pool = torch.tensor([0.0, 1.0, 10.0, 5.0, 4.0], dtype=torch.float64)
+    made = algorithm(statistics="global").advantages(2, rewards)
+    torch.testing.assert_close(made.advantages, (column(5.0, 4.0) - pool.mean()) / (pool.std() + 1e-8))
+    assert algorithm(statistics="global").global_statistics
+    assert not algorithm().global_statistics
+
+
+def test_advantages_are_clamped():
+    rewards = column(*([0.0] * 99), 1.0)
+    made = algorithm(advantage_clamp=2.5, group_size=100).advantages(0, {0: rewards}).advantages
+    assert made.max() == 2.5
+    assert algorithm(group_size=100).advantages(0, {0: rewards}).advantages.max() == 5.0
+
+
+def test_an_invalid_candidate_is_left_out_of_everything():
+    """The valid ones get what they would get without it; it is not kept and its advantage is 0, not NaN."""
+    made = algorithm().advantages(0, {0: column(1.0, NAN, 2.0, 4.0)})
+    alone = algorithm().advantages(0, {0: column(1.0, 2.0, 4.0)})
+    assert made.kept.tolist() == [True, False, True, True]
+    assert made.advantages[[0, 2, 3]].tolist() == alone.advantages.tolist()
+    assert made.advantages[1].item() == 0
+
+
+def test_one_invalid_reward_of_several_is_enough():
+    """A candidate is judged by all rewards or by none."""
+    rewards = torch.tensor([[1.0, NAN], [2.0, 0.0], [3.0, 1.0]], dtype=torch.float64)
+    made = algorithm(1.0, 1.0).advantages(0, {0: rewards})
+    assert made.kept.tolist() == [False, True, True]
+    assert made.advantages[1:, 0].tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+
+
+@pytest.mark.parametrize("statistics", ["group", "global"])
+def test_nobody_is_kept_of_a_group_with_fewer_than_two_valid(statistics):
+    """One candidate has nobody to be compared with, even if other groups have plenty."""
+    rewards = {0: column(NAN, 3.0, NAN), 1: column(1.0, 2.0, 3.0)}
+    mine = rewards if statistics == "global" else {0: rewards[0]}
+    made = algorithm(statistics=statistics).advantages(0, mine)
+    assert not made.kept.any()
+    assert made.advantages.abs().max() == 0
+
+
+def test_best_of_n_keeps_the_extremes():
+    """The worst and the best half of n, by advantage; statistics are still those of the whole group."""
+    rewards = column(3.0, 0.0, 9.0, 5.0, 1.0, 4.0)
+    made = algorithm(best_of_n=4).advantages(0, {0: rewards})
+    assert made.kept.tolist() == [False, True, True, True, True, False]
+    assert made.advantages.tolist() == algorithm().advantages(0, {0: rewards}).advantages.tolist()
+
+
+def test_best_of_n_chooses_among_the_valid():
+    """An invalid candidate is never one of the extremes, and the halves shrink rather than overlap."""
+    made = algorithm(best_of_n=4).advantages(0, {0: column(NAN, 1.0, 2.0, NAN, 3.0)})
+    assert made.kept.tolist() == [False, True, False, False, True]
+
+
+def test_best_of_n_ranks_by_the_weighted_sum():
+    rewards = torch.tensor([[0.0, 3.0], [1.0, 2.0], [2.0, 1.0], [3.0, 0.0]], dtype=torch.float64)
+    by_first = algorithm(1.0, 0.0, best_of_n=2).advantages(0, {0: rewards}).kept
+    by_second = algorithm(0.1, 1.0, best_of_n=2).advantages(0, {0: rewards}).kept
+    assert by_first.tolist() == by_second.tolist() == [True, False, False, True]
+    middle = torch.tensor([[0.0, 0.0], [4.0, -9.0], [2.0, 9.0], [3.0, 1.0]], dtype=torch.float64)
+    assert algorithm(1.0, 0.0, best_of_n=2).advantages(0, {0: middle}).kept.tolist() == [True, True, False, False]
+    assert algorithm(0.0, 1.0, best_of_n=2).advantages(0, {0: middle}).kept.tolist() == [False, True, True, False]

@@ -1,0 +1,114 @@
+"""The cost table gives back what was measured, and says so when nothing was."""
+
+from random import Random
+
+import msgspec
+import pytest
+
+from asyncflow.core.cost import CostTable
+from asyncflow.core.dispatch import Move, Run
+from asyncflow.core.graph import Graph, Kind, Task
+from asyncflow.core.schedules import cluster, schedule
+from asyncflow.core.simulate import simulate
+from asyncflow.core.trace import DEVICE, Trace
+from asyncflow.testing import HashedDurations, random_step, rl_step
+
+SCORES = [Task(f"score/{n}", Kind.SCORE, shape="5s", judge="quality") for n in range(8)]
+GRAPH = Graph([*SCORES, Task("decode/0", Kind.DECODE, inputs=("rollout/0.path",)), Task("rollout/0", Kind.ROLLOUT)])
+
+
+def observed(*durations: tuple[int, float], table: CostTable | None = None) -> CostTable:
+    """A table that has seen score batches of some sizes take some seconds on rank 2."""
+    table = table or CostTable()
+    for size, seconds in durations:
+        trace = Trace()
+        trace.ran(Run(1, tuple(task.id for task in SCORES[:size]), (2,)), GRAPH, 2, 10.0, 10.0 + seconds)
+        table.observe(trace, GRAPH)
+    return table
+
+
+def test_a_cost_is_the_median_of_what_was_measured():
+    assert observed((1, 3.0), (1, 1.0), (1, 100.0)).run(SCORES[:1], 2) == 3.0
+
+
+def test_only_the_last_durations_count():
+    table = observed((1, 100.0), (1, 1.0), (1, 2.0), (1, 3.0), table=CostTable(keep=3))
+    assert table.run(SCORES[:1], 2) == 2.0
+
+
+def test_other_batches_lie_on_the_line_through_those_that_were_seen():
+    table = observed((2, 3.0), (4, 4.0))
+    assert [table.run(SCORES[:n], 2) for n in (1, 2, 3, 4, 6)] == [2.5, 3.0, 3.5, 4.0, 5.0]
+
+
+def test_from_one_size_others_are_in_proportion():
+    assert observed((2, 3.0)).run(SCORES[:4], 2) == 6.0
+
+
+def test_the_number_of_digits_of_a_size_does_not_matter():
+    table = observed((2, 3.0))
+    assert table.run([SCORES[0]] * 20, 2) == 30.0
+
+
+def test_a_transfer_costs_by_what_moves():
+    trace = Trace()
+    trace.moved(Move(1, "rollout/0.path", 0, 1), 1.0, 1.5)
+    table = CostTable()
+    table.observe(trace, GRAPH)
+    assert table.move("rollout/7.path", 3, 2) == 0.5
+    with pytest.raises(KeyError, match=r"rollout\.log"):
+        table.move("rollout/7.log", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "rank"),
+    [
+        (SCORES[0], 1),
+        (msgspec.structs.replace(SCORES[0], shape="9s"), 2),
+        (msgspec.structs.replace(SCORES[0], judge="motion"), 2),
+        (msgspec.structs.replace(SCORES[0], kind=Kind.COMPARE), 2),
+    ],
+)
+def test_what_was_not_measured_is_unknown(task: Task, rank: int):
+    with pytest.raises(KeyError, match=rf"no cost was measured for {task.kind} '{task.shape}' on rank {rank}"):
+        observed((1, 1.0)).run([task], rank)
+
+
+def test_a_table_survives_json():
+    table = observed((1, 1.5), (3, 2.0))
+    assert msgspec.json.decode(msgspec.json.encode(table), type=CostTable) == table
+
+
+def test_two_tables_share_nothing():
+    observed((1, 1.0))
+    assert CostTable() == CostTable(runs={}, moves={})
+
+
+class ByKind:
+    """Durations that a table can hold: by rank, kind and size of batch, and by what moves; the controller's too."""
+
+    def run(self, tasks, rank: int) -> float:
+        return HashedDurations(7, (1.0, 2.5, 4.25)).run([Task("x", tasks[0].kind)] * len(tasks), abs(rank))
+
+    def move(self, tensor: str, source: int, target: int) -> float:
+        return {"path": 0.25, "frames": 0.5}[tensor.rpartition(".")[2]]
+
+
+def test_a_simulated_step_teaches_the_table_to_simulate_it_again():
+    graph, plan = schedule("async-reward", rl_step(3, 2, 2), cluster("async-reward", 3, 1), judge_batch=3)
+    trace = simulate(graph, plan, ByKind())
+    table = CostTable()
+    table.observe(trace, graph)
+    assert simulate(graph, plan, table) == trace
+
+
+def test_every_span_of_a_random_step_has_a_cost_afterwards():
+    graph, plan = random_step(Random(3), ranks=3, size=40)
+    trace = simulate(graph, plan, HashedDurations(3, (1.0, 2.0)))
+    table = CostTable()
+    table.observe(trace, graph)
+    for span in trace.spans:
+        if span.lane == DEVICE:
+            assert table.run([graph[name] for name in span.tasks], span.rank) >= 0.0
+        else:
+            assert table.move(f"{span.tasks[0]}.{span.name}", 0, 1) >= 1.0

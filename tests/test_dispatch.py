@@ -1,0 +1,323 @@
+"""The dispatcher keeps its promises on any graph, in any order of events, whatever becomes unneeded on the way."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from asyncflow.core.dispatch import (
+    Abort,
+    Begin,
+    Command,
+    Dispatcher,
+    Done,
+    Drop,
+    Event,
+    Failed,
+    Move,
+    Moved,
+    RankLost,
+    Run,
+    Unneeded,
+)
+from asyncflow.core.graph import JUDGE_KINDS, Graph, Kind, Task, producer
+from asyncflow.core.plan import CONTROLLER, Plan
+from asyncflow.testing import random_step
+
+
+class Checker:
+    """Follows a dispatcher from outside, with its own books, and lets events happen in an order given by lot."""
+
+    def __init__(self, graph: Graph, plan: Plan, random: Random, unneeded: float) -> None:
+        self.graph, self.plan, self.random, self.unneeded = graph, plan, random, unneeded
+        self.dispatcher = Dispatcher(graph, plan)
+        self.lanes: dict[int, int] = {}  # the ticket that runs on each busy rank
+        self.runs: dict[int, Run] = {}
+        self.ran: Counter[str] = Counter()
+        self.over: set[str] = set()
+        self.skipped: set[str] = set()
+        self.held: Counter[tuple[str, int]] = Counter()
+        self.dropped: Counter[tuple[str, int]] = Counter()
+        self.moving: dict[int, Move] = {}
+        self.moved: Counter[tuple[str, int]] = Counter()
+        self.sequence = 0
+        self.log: list[tuple[Event, tuple[Command, ...]]] = []
+
+    def run(self) -> None:
+        self.feed(Begin())
+        while events := self.possible():
+            self.feed(self.random.choice(events))
+            if self.random.random() < self.unneeded:
+                self.skip(self.random.choices(list(self.graph.tasks), k=self.random.randint(1, 2)))
+        assert self.dispatcher.finished
+        assert not self.held, f"never dropped: {self.held}"
+        assert set(self.ran) == self.graph.tasks.keys() - self.skipped
+        assert max(self.ran.values(), default=1) == 1
+        assert max(self.moved.values(), default=1) == 1
+        assert max(self.dropped.values(), default=1) == 1
+        assert self.dispatcher.sequence == self.sequence
+
+    def possible(self) -> list[Event]:
+        done: list[Event] = [Done(ticket, rank) for rank, ticket in self.lanes.items()]
+        return done + [Moved(sequence) for sequence in self.moving]
+
+    def skip(self, names: list[str]) -> None:
+        """What the definition says: those that have not started, and all that needs their results but gangs."""
+        pending = list(names)
+        while pending:
+            name = pending.pop()
+            if name not in self.ran and name not in self.skipped:
+                self.skipped.add(name)
+                pending += [
+                    task.id
+                    for task in self.graph
+                    if task.kind is not Kind.UPDATE and name in {*task.values, *map(producer, task.inputs)}
+                ]
+        self.feed(Unneeded(tuple(names)))
+
+    def feed(self, event: Event) -> None:
+        match event:
+            case Done(ticket, rank):
+                del self.lanes[rank]
+                run = self.runs[ticket]
+                if ticket not in self.lanes.values():
+                    self.over.update(run.tasks)
+                    self.held.update((tensor, run.ranks[0]) for tensor in run.keep)
+            case Moved(sequence):
+                move = self.moving.pop(sequence)
+                self.held[move.tensor, move.target] += 1
+        commands = self.dispatcher.on(event)
+        self.log.append((event, tuple(commands)))
+        for command in commands:
+            self.check(command)
+        self.check_nothing_idles()
+
+    def check(self, command: Command) -> None:
+        match command:
+            case Run():
+                self.check_run(command)
+            case Move(sequence, tensor, source, target):
+                assert sequence == self.sequence + 1
+                self.sequence = sequence
+                assert self.held[tensor, source] == 1
+                readers = [task for task in self.readers(tensor, target) if task.kind is not Kind.UPDATE]
+                assert source != target and readers, f"{command} is not needed"
+                self.moving[sequence] = command
+                self.moved[tensor, target] += 1
+            case Drop(tensor, rank):
+                assert self.held.pop((tensor, rank), 0) == 1, f"{tensor} is not on rank {rank}"
+                assert not self.readers(tensor, rank), f"{tensor} is still needed on rank {rank}"
+                assert not [m for m in self.moving.values() if (m.tensor, m.source) == (tensor, rank)]
+                self.dropped[tensor, rank] += 1
+            case Abort():
+                raise AssertionError("nothing failed")
+
+    def check_run(self, run: Run) -> None:
+        first = self.graph[run.tasks[0]]
+        self.runs[run.ticket] = run
+        assert run.ticket == len(self.runs)
+        assert run.ranks == self.plan.ranks[first.id]
+        assert not self.lanes.keys() & set(run.ranks), f"{run} starts on a busy rank"
+        assert run.keep == tuple(tensor for name in run.tasks for tensor in self.graph.outputs[name])
+        if first.kind is Kind.UPDATE:
+            assert run.sequence == self.sequence + 1
+            self.sequence = run.sequence
+        else:
+            assert run.sequence == 0
+        if len(run.tasks) > 1:
+            assert first.kind in JUDGE_KINDS and len(run.tasks) <= self.plan.judge_batch
+            assert {(self.graph[n].kind, self.graph[n].judge, self.plan.ranks[n]) for n in run.tasks} == {
+                (first.kind, first.judge, run.ranks)
+            }
+        for name in run.tasks:
+            task = self.graph[name]
+            assert task.predecessors <= self.over | self.skipped, f"{name} starts before its needs"
+            if task.kind is not Kind.UPDATE:
+                assert all(self.held[tensor, run.ranks[0]] == 1 for tensor in task.inputs), f"{name} lacks tensors"
+        self.ran.update(run.tasks)
+        self.lanes.update(dict.fromkeys(run.ranks, run.ticket))
+
+    def readers(self, tensor: str, rank: int) -> list[Task]:
+        """The tasks that still have to read `tensor` on `rank`."""
+        home = self.plan.ranks[producer(tensor)][0]
+        return [
+            task
+            for task in self.graph
+            if tensor in task.inputs
+            and task.id not in self.over | self.skipped
+            and rank == (home if task.kind is Kind.UPDATE else self.plan.ranks[task.id][0])
+        ]
+
+    def check_nothing_idles(self) -> None:
+        """A rank is idle only if none of its tasks could run, or if it is reserved for a gang."""
+        for rank in {rank for ranks in self.plan.ranks.values() for rank in ranks} - self.lanes.keys():
+            ready = [task for task in self.graph if rank in self.plan.ranks[task.id] and self.could_run(task)]
+            if ready:
+                gangs = [task.id for task in ready if task.kind is Kind.UPDATE]
+                assert gangs, f"{ready} could run on rank {rank}"
+                first = min(gangs, key=self.plan.order.index)
+                assert self.lanes.keys() & set(self.plan.ranks[first]), f"{first} could run"
+
+    def could_run(self, task: Task) -> bool:
+        here = self.plan.ranks[task.id][0]
+        lacks = task.kind is not Kind.UPDATE and any(not self.held[tensor, here] for tensor in task.inputs)
+        begun = task.id in self.ran or task.id in self.skipped
+        return not begun and not lacks and task.predecessors <= self.over | self.skipped
+
+
+@pytest.mark.parametrize("unneeded", [0.0, 0.15], ids=["all-needed", "some-unneeded"])
+def test_a_random_step_keeps_every_promise(unneeded: float):
+    for seed in range(300):
+        random = Random(seed)
+        graph, plan = random_step(random, ranks=random.randint(1, 4), size=random.randint(1, 40))
+        try:
+            Checker(graph, plan, random, unneeded).run()
+        except AssertionError as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def test_the_same_events_give_the_same_commands():
+    graph, plan = random_step(Random(1), ranks=3, size=40)
+    logs = []
+    for _ in range(2):
+        checker = Checker(graph, plan, Random(2), unneeded=0.1)
+        checker.run()
+        logs.append(checker.log)
+    assert logs[0] == logs[1] == checker.dispatcher.log
+
+
+def step(*tasks: Task, judge_batch: int = 1, **ranks: int | tuple[int, ...]) -> Dispatcher:
+    """A dispatcher of `tasks` in this order of priority; `ranks` says where each kind runs."""
+    places = {task.id: ranks[task.kind] for task in tasks}
+    plan = Plan({name: at if isinstance(at, tuple) else (at,) for name, at in places.items()}, (*places,), judge_batch)
+    return Dispatcher(Graph(tasks), plan)
+
+
+def test_a_task_starts_where_its_input_has_arrived():
+    d = step(
+        Task("rollout/0", Kind.ROLLOUT),
+        Task("decode/0", Kind.DECODE, inputs=("rollout/0.path",)),
+        Task("replay/0", Kind.REPLAY, inputs=("rollout/0.path",)),
+        rollout=0,
+        decode=1,
+        replay=0,
+    )
+    assert d.on(Begin()) == [Run(1, ("rollout/0",), (0,), keep=("rollout/0.path",))]
+    assert d.on(Done(1, 0)) == [Move(1, "rollout/0.path", 0, 1), Run(2, ("replay/0",), (0,))]
+    assert d.on(Done(2, 0)) == []
+    assert d.on(Moved(1)) == [Drop("rollout/0.path", 0), Run(3, ("decode/0",), (1,))]
+    assert d.on(Done(3, 1)) == [Drop("rollout/0.path", 1)]
+    assert d.finished
+
+
+def test_earlier_in_the_order_goes_first_among_ready_tasks():
+    tasks = [Task(f"rollout/{n}", Kind.ROLLOUT) for n in range(3)]
+    plan = Plan({task.id: (0,) for task in tasks}, ("rollout/2", "rollout/0", "rollout/1"))
+    d = Dispatcher(Graph(tasks), plan)
+    started = [d.on(event)[0].tasks for event in (Begin(), Done(1, 0), Done(2, 0))]
+    assert started == [("rollout/2",), ("rollout/0",), ("rollout/1",)]
+
+
+def test_a_judge_takes_ready_tasks_of_one_judge_as_one_batch():
+    judged = [("a", 0), ("b", 1), ("a", 2), ("a", 3), ("a", 4)]
+    d = step(*(Task(f"score/{n}", Kind.SCORE, judge=judge) for judge, n in judged), judge_batch=3, score=0)
+    assert d.on(Begin()) == [Run(1, ("score/0", "score/2", "score/3"), (0,))]
+    assert d.on(Done(1, 0, {"score/2": "no answer"})) == [Run(2, ("score/1",), (0,))]
+    assert d.on(Done(2, 0)) == [Run(3, ("score/4",), (0,))]
+
+
+def test_other_tasks_are_never_batched():
+    d = step(*(Task(f"decode/{n}", Kind.DECODE) for n in range(2)), judge_batch=8, decode=0)
+    assert d.on(Begin()) == [Run(1, ("decode/0",), (0,))]
+
+
+def test_a_ready_gang_reserves_its_ranks_and_starts_on_all_at_once():
+    d = step(
+        Task("update/0", Kind.UPDATE, after=("rollout/0",)),
+        Task("rollout/0", Kind.ROLLOUT),
+        Task("replay/0", Kind.REPLAY),
+        Task("rollout/1", Kind.ROLLOUT),
+        update=(0, 1),
+        rollout=0,
+        replay=1,
+    )
+    assert d.on(Begin()) == [Run(1, ("rollout/0",), (0,)), Run(2, ("replay/0",), (1,))]
+    assert d.on(Done(1, 0)) == []  # rollout/1 could run, but the gang is ready and rank 1 is busy
+    assert d.on(Done(2, 1)) == [Run(3, ("update/0",), (0, 1), sequence=1)]
+    assert d.on(Done(3, 1)) == []
+    assert not d.has_ended(3)
+    assert d.on(Done(3, 0)) == [Run(4, ("rollout/1",), (0,))]
+    assert d.has_ended(3)
+
+
+def test_unneeded_skips_what_needs_the_result_and_not_what_merely_comes_after():
+    d = step(
+        Task("rollout/0", Kind.ROLLOUT),
+        Task("replay/0", Kind.REPLAY, inputs=("rollout/0.path",)),
+        Task("reward/0", Kind.REWARD, values=("replay/0",)),
+        Task("decode/0", Kind.DECODE, after=("replay/0",)),
+        Task("update/0", Kind.UPDATE, inputs=("replay/0.gradients",), after=("decode/0",)),
+        rollout=0,
+        replay=0,
+        reward=CONTROLLER,
+        decode=1,
+        update=(0, 1),
+    )
+    d.on(Begin())
+    assert d.on(Unneeded(("replay/0",))) == [Run(2, ("decode/0",), (1,))]
+    assert d.on(Done(1, 0)) == [Drop("rollout/0.path", 0)]
+    assert d.on(Done(2, 1)) == [Run(3, ("update/0",), (0, 1), sequence=1)]
+    assert d.on(Done(3, 0)) == d.on(Done(3, 1)) == []
+    assert d.finished
+
+
+def test_a_running_task_is_not_skipped():
+    d = step(Task("rollout/0", Kind.ROLLOUT), rollout=0)
+    d.on(Begin())
+    assert d.on(Unneeded(("rollout/0",))) == []
+    assert not d.finished
+    d.on(Done(1, 0))
+    assert d.finished
+
+
+def test_what_travels_to_a_skipped_task_is_dropped_on_arrival():
+    d = step(
+        Task("rollout/0", Kind.ROLLOUT), Task("decode/0", Kind.DECODE, inputs=("rollout/0.path",)), rollout=0, decode=1
+    )
+    d.on(Begin())
+    d.on(Done(1, 0))
+    assert d.on(Unneeded(("decode/0",))) == []
+    assert not d.finished
+    assert d.on(Moved(1)) == [Drop("rollout/0.path", 0), Drop("rollout/0.path", 1)]
+    assert d.finished
+
+
+@pytest.mark.parametrize("event", [Failed(1, 0, "it broke"), RankLost(0, "it broke")], ids=["failed", "lost"])
+def test_a_failure_aborts_once_and_for_all(event: Event):
+    d = step(Task("rollout/0", Kind.ROLLOUT), Task("decode/0", Kind.DECODE, after=("rollout/0",)), rollout=0, decode=0)
+    d.on(Begin())
+    assert d.on(event) == [Abort("it broke")]
+    assert d.aborted
+    assert d.on(Done(1, 0)) == []
+    assert d.on(event) == []
+
+
+def test_a_story_is_all_that_concerns_a_task():
+    d = step(
+        Task("rollout/0", Kind.ROLLOUT),
+        Task("rollout/1", Kind.ROLLOUT),
+        Task("decode/0", Kind.DECODE, inputs=("rollout/0.path",)),
+        rollout=0,
+        decode=1,
+    )
+    for event in (Begin(), Done(1, 0), Moved(1), Done(2, 0), Unneeded(("rollout/0",)), Done(3, 1)):
+        d.on(event)
+    assert d.story("rollout/0") == [
+        (Begin(), (Run(1, ("rollout/0",), (0,), keep=("rollout/0.path",)),)),
+        (Done(1, 0), (Move(1, "rollout/0.path", 0, 1),)),
+        (Moved(1), (Drop("rollout/0.path", 0),)),
+        (Unneeded(("rollout/0",)), ()),
+        (Done(3, 1), (Drop("rollout/0.path", 1),)),
+    ]
+    assert d.story("rollout/1") == [(Done(1, 0), (Run(2, ("rollout/1",), (0,)),)), (Done(2, 0), ())]

@@ -1,0 +1,128 @@
+"""What a step reports, and the one thing it refuses: ranks whose weights differ."""
+
+import math
+
+import pytest
+import torch
+
+from algorithms.algorithm import GroupAdvantages, Loss
+from algorithms.metrics import evaluation_metrics, step_metrics, timing_metrics
+from algorithms.program import StepReport
+from algorithms.step import step_graph
+from asyncflow.controller import StepResult
+from asyncflow.core.trace import DEVICE, Span, Trace
+from asyncflow.engine import Invalid
+from asyncflow.errors import TrainingError
+from engines.rewards.registry import WeightedReward
+from engines.rewards.testing import Blind, Brightness
+
+REWARDS = [WeightedReward(Brightness(), 1.0), WeightedReward(Blind(), 0.5)]
+NAN = math.nan
+
+
+def group(*rows: tuple[float, float]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def report(**changes: object) -> StepReport:
+    values: dict[str, object] = {
+        "rewards": {0: group((1.0, 2.0), (3.0, 0.0), (2.0, NAN)), 1: group((1.0, 1.0), (1.0, 1.0), (NAN, NAN))},
+        "advantages": {
+            0: GroupAdvantages(group((1.0, 1.0), (-1.0, 3.0), (9.0, 9.0)), torch.tensor([True, True, False])),
+            1: GroupAdvantages(group((0.0, 0.0), (0.0, 0.0), (0.0, 0.0)), torch.tensor([False, False, False])),
+        },
+        "losses": [Loss(torch.zeros(()), {"actor/loss": 1.0}), Loss(torch.zeros(()), {"actor/loss": 2.0})],
+        "start_deviation": 0.0,
+    }
+    return StepReport(**(values | changes))
+
+
+def update(sha: str = "a" * 64, norm: float = 1.0) -> dict[str, object]:
+    return {"grad_norm": norm, "lr": 1e-3, "skipped": 0, "sha256": sha}
+
+
+def made(values: dict[str, object], of: StepReport | None = None, mini_batches: int = 1) -> dict[str, object]:
+    graph = step_graph(2, 2, mini_batches=mini_batches, task_batch=2, rewards=REWARDS)
+    return step_metrics(StepResult(Trace(), values, []), graph, of or report(), REWARDS)
+
+
+def test_rewards_are_weighted_sums_of_the_valid():
+    """Candidates with an invalid reward are counted and left out; a group without differences is noticed."""
+    metrics = made({"update/0": {0: update()}})
+    assert metrics["critic/invalid"] == 2
+    assert metrics["critic/rewards/mean"] == pytest.approx((2.0 + 3.0 + 1.5 + 1.5) / 4)
+    assert (metrics["critic/rewards/max"], metrics["critic/rewards/min"]) == (3.0, 1.5)
+    assert metrics["critic/rewards/zero_std_ratio"] == 0.5
+    assert metrics["critic/reward/brightness/mean"] == 1.5
+    assert metrics["critic/reward/blind/mean"] == 1.0
+
+
+def test_equal_rewards_count_as_equal_whatever_their_rounding():
+    """Three times 0.7 has a deviation of 1e-16 by rounding alone."""
+    equal = {0: group(*[(0.7, 0.0)] * 3)}
+    assert made({"update/0": {0: update()}}, report(rewards=equal))["critic/rewards/zero_std_ratio"] == 1.0
+
+
+def test_advantages_of_the_kept():
+    metrics = made({"update/0": {0: update()}})
+    assert metrics["critic/kept"] == 2
+    assert metrics["critic/advantages/abs_mean"] == 1.5
+
+
+def test_losses_are_averaged_over_mini_batches():
+    values = {"update/0": {0: update("a" * 64, 3.0)}, "update/1": {0: update("b" * 64, 2.0)}}
+    metrics = made(values, mini_batches=2)
+    assert metrics["actor/loss"] == 1.5
+    assert metrics["actor/grad_norm"] == 3.0
+    assert metrics["actor/ratio_start_deviation"] == 0.0
+    assert metrics["weights/sha256"] == "b" * 64
+
+
+def test_a_step_without_a_valid_reward_still_reports():
+    """Nothing is averaged over nothing."""
+    nobody = GroupAdvantages(torch.zeros(2, 2), torch.zeros(2, dtype=torch.bool))
+    empty = report(rewards={0: group((NAN, 1.0), (NAN, 1.0))}, advantages={0: nobody}, losses=[])
+    metrics = made({"update/0": {0: update()}}, empty)
+    assert (metrics["critic/invalid"], metrics["critic/kept"]) == (2, 0)
+    assert "critic/rewards/mean" not in metrics
+    assert all(math.isfinite(value) for value in metrics.values() if isinstance(value, float))
+
+
+def test_ranks_with_different_weights_end_the_run():
+    """The error names the update and each rank's hash, even if a later update made them equal again."""
+    values = {"update/0": {0: update("a" * 64), 1: update("b" * 64)}, "update/1": {0: update(), 1: update()}}
+    with pytest.raises(TrainingError, match="after update/0 .* rank 0 aaaaaaaaaaaa, rank 1 bbbbbbbbbbbb$"):
+        made(values, mini_batches=2)
+    assert made({"update/0": {0: update(), 1: update()}})["weights/sha256"] == "a" * 64
+
+
+def test_times_by_kind_and_busy_shares():
+    """Seconds of each kind over all ranks; a rank's busy share of the step."""
+    graph = step_graph(1, 2, mini_batches=1, task_batch=2, rewards=REWARDS[:1])
+    trace = Trace()
+    trace.spans += [
+        Span(0, DEVICE, "rollout", ("rollout/0/0",), 0.0, 3.0, 1),
+        Span(1, DEVICE, "replay", ("replay/0/0",), 3.0, 4.0, 2),
+    ]
+    trace.seconds = 4.0
+    metrics = timing_metrics(trace, graph)
+    assert metrics["timing_s/step"] == 4.0
+    assert (metrics["timing_s/rollout"], metrics["timing_s/replay"]) == (3.0, 1.0)
+    assert (metrics["rank/0/busy"], metrics["rank/1/busy"]) == (0.75, 0.25)
+
+
+def test_an_evaluation_averages_who_was_judged_by_all():
+    """Weighted sums over the videos with every score; the others are left out and seen in `val/judged`."""
+    values = {
+        "score/brightness/0/0": 1.0, "score/blind/0/0": 2.0,
+        "score/brightness/0/1": 3.0, "score/blind/0/1": 2.0,
+        "score/brightness/0/2": 9.0, "score/blind/0/2": Invalid("it moves left"),
+        "rollout/0/0": [[0.0]],
+    }  # fmt: skip
+    metrics = evaluation_metrics(StepResult(Trace(), values, []), REWARDS)
+    assert metrics["val/judged"] == 2
+    assert metrics["val/rewards/mean"] == 3.0
+    assert metrics["val/rewards/std"] == 1.0
+    assert metrics["val/reward/brightness/mean"] == 2.0
+    nothing = evaluation_metrics(StepResult(Trace(), {"score/blind/0/2": Invalid("dark")}, []), REWARDS)
+    assert nothing == {"val/judged": 0}

@@ -1,0 +1,220 @@
+"""What the controller orders during a step: pure in the step, keyed by who is sampled, and exact in its scalars."""
+
+import math
+
+import pytest
+import torch
+
+from algorithms.dancegrpo import DanceGRPO, DanceGRPOConfig
+from algorithms.program import Sample, SamplingProgram, StepProgram, samples_of
+from algorithms.prompts import Prompt
+from algorithms.step import evaluation_graph, step_graph
+from asyncflow.core.graph import Graph
+from asyncflow.core.schedules import cluster, schedule
+from asyncflow.engine import Invalid
+from engines.orders import ExportOrder, JudgeOrder, ReplayOrder, RolloutOrder, UpdateOrder
+from engines.rewards.registry import WeightedReward
+from engines.rewards.testing import Brightness, BrightnessDuel
+
+REWARDS = [WeightedReward(Brightness(), 1.0)]
+STEPS = 2
+
+
+def step(
+    *, groups=2, group_size=4, rewards=REWARDS, mini_batches=1, forward_replays=False, trained=None, **config: object
+) -> StepProgram:
+    """A program of `groups` groups in micro-batches of two."""
+    settings = DanceGRPOConfig(
+        model="m", prompts="p.txt", group_size=group_size, prompts_per_step=groups, mini_batches=mini_batches, **config
+    )
+    algorithm = DanceGRPO(settings, tuple(reward.weight for reward in rewards))
+    graph = step_graph(
+        groups, group_size, mini_batches=mini_batches, task_batch=2, rewards=rewards,
+        global_statistics=algorithm.global_statistics,
+    )
+    graph, _ = schedule("colocated", graph, cluster("colocated", 1, 0), forward_replays=forward_replays)
+    samples = [[Sample(f"prompt {g}", g, 10 * g + c) for c in range(group_size)] for g in range(groups)]
+    everything = torch.ones(group_size, STEPS, dtype=torch.bool)
+    return StepProgram(graph, samples, algorithm, rewards, trained or [everything] * groups)
+
+
+def judge(program: StepProgram, scores: dict[int, list[object]]) -> list[str]:
+    """Give the groups their scores; returns the tasks that are then not needed."""
+    unneeded: list[str] = []
+    graph = program.graph
+    for group, outcomes in scores.items():
+        values = {f"score/brightness/{group}/{place}": outcome for place, outcome in enumerate(outcomes)}
+        assert program.local(graph[f"reward/{group}"], values) == (None, ())
+    for group in scores:
+        unneeded += program.local(graph[f"advantage/{group}"], {})[1]
+    return unneeded
+
+
+def units(graph: Graph, groups: list[int], *, new: float = 0.0, skipped: tuple[str, ...] = ()) -> dict[str, object]:
+    """The values of rollouts (0) and replays (`new`) of two groups of two micro-batches."""
+    values: dict[str, object] = {}
+    for group in groups:
+        for first in (0, 2):
+            values[f"rollout/{group}/{first}"] = [[0.0] * STEPS] * 2
+            values[f"replay/{group}/{first}"] = [[new] * STEPS] * 2
+    return {name: value for name, value in values.items() if name not in skipped}
+
+
+def order(program: StepProgram, update: str, values: dict[str, object]) -> UpdateOrder:
+    return program.payload((program.graph[update],), values)
+
+
+def test_orders_name_prompts_and_seeds_of_a_micro_batch():
+    program = step()
+    rollout = program.payload((program.graph["rollout/1/2"],), {})
+    assert rollout == RolloutOrder(("prompt 1", "prompt 1"), ((1, 12), (1, 13)))
+    assert program.payload((program.graph["replay/1/2"],), {}) == ReplayOrder(("prompt 1", "prompt 1"), (0, 1))
+    assert program.payload((program.graph["decode/1/2"],), {}) is None
+
+
+def test_a_judge_batch_may_mix_groups_and_places():
+    """One order for several tasks: each with its prompt and where its video lies in its micro-batch."""
+    program = step()
+    tasks = tuple(program.graph[f"score/brightness/{place}"] for place in ("0/1", "1/2"))
+    assert program.payload(tasks, {}) == JudgeOrder(("prompt 0", "prompt 1"), ((1,), (0,)))
+
+
+def test_a_comparison_says_where_both_videos_lie():
+    program = step(rewards=[WeightedReward(BrightnessDuel(), 1.0)])
+    tasks = tuple(program.graph[f"compare/brightness-duel/0/{pair}"] for pair in ("0-3", "2-3"))
+    assert program.payload(tasks, {}) == JudgeOrder(("prompt 0", "prompt 0"), ((0, 1), (0, 1)))
+
+
+def test_only_the_first_videos_of_an_evaluation_are_written():
+    graph = evaluation_graph(4, 3, task_batch=2, rewards=REWARDS)
+    samples = [Sample("p", 0, c, f"{c}.mp4" if c < 3 else "") for c in range(4)]
+    program = SamplingProgram(graph, [samples])
+    assert program.payload((graph["export/0/0"],), {}) == ExportOrder(("0.mp4", "1.mp4"))
+    assert program.payload((graph["export/0/2"],), {}) == ExportOrder(("2.mp4", ""))
+
+
+def test_only_the_steps_that_someone_trains_are_replayed():
+    """A micro-batch replays the union of its candidates' trained steps; its coefficients have that width."""
+    some = torch.tensor([[True, False], [True, False], [True, False], [False, True]])
+    program = step(trained=[some, some])
+    assert program.payload((program.graph["replay/0/0"],), {}).steps == (0,)
+    assert program.payload((program.graph["replay/0/2"],), {}).steps == (0, 1)
+    judge(program, {0: [1.0, 2.0, 3.0, 4.0], 1: [1.0, 2.0, 3.0, 4.0]})
+    values = units(program.graph, [0, 1])
+    values |= {f"replay/{group}/0": [[0.0], [0.0]] for group in (0, 1)}
+    made = order(program, "update/0", values).coefficients
+    assert [len(row) for row in made["replay/0/0"]] == [1, 1]
+    assert made["replay/0/2"][0][1] == 0.0
+    assert made["replay/0/2"][1][0] == 0.0
+    assert made["replay/0/2"][1][1] < 0  # the best candidate's probability is to rise
+
+
+def test_coefficients_are_the_loss_over_the_whole_mini_batch():
+    """At ratio 1: -A / (candidates x steps), A of the candidate's own group."""
+    program = step()
+    judge(program, {0: [0.0, 0.0, 1.0, 1.0], 1: [5.0, 6.0, 6.0, 5.0]})
+    made = order(program, "update/0", units(program.graph, [0, 1])).coefficients
+    size = 0.5 / math.sqrt(1 / 3) / (8 * STEPS)
+    expected = {"0/0": (1, 1), "0/2": (-1, -1), "1/0": (1, -1), "1/2": (-1, 1)}
+    assert set(made) == {f"replay/{place}" for place in expected}
+    for place, signs in expected.items():
+        for row, sign in zip(made[f"replay/{place}"], signs, strict=True):
+            assert row == pytest.approx([sign * size] * STEPS)
+    assert program.report.start_deviation == 0.0
+
+
+def test_a_mini_batch_is_a_loss_of_its_own():
+    """The second update's denominators count its own groups, and only the first measures the starting ratio."""
+    program = step(mini_batches=2)
+    judge(program, {0: [0.0, 0.0, 1.0, 1.0], 1: [5.0, 6.0, 6.0, 5.0]})
+    first = order(program, "update/0", units(program.graph, [0], new=0.1)).coefficients
+    second = order(program, "update/1", units(program.graph, [1], new=7.0)).coefficients
+    assert set(first) == {"replay/0/0", "replay/0/2"}
+    assert set(second) == {"replay/1/0", "replay/1/2"}
+    assert program.report.start_deviation == pytest.approx(math.exp(0.1) - 1)
+    assert len(program.report.losses) == 2
+
+
+def test_forward_replays_give_the_new_units():
+    """With them an update's ratio comes from the forward-only replay, as in the systems that have one."""
+    program = step(groups=1, forward_replays=True)
+    judge(program, {0: [0.0, 0.0, 1.0, 1.0]})
+    values = units(program.graph, [0], new=3.0) | {f"forward/0/{first}": [[0.0] * STEPS] * 2 for first in (0, 2)}
+    order(program, "update/0", values)
+    assert program.report.losses[0].metrics["actor/ratio_mean"] == 1.0
+
+
+def test_replays_that_nobody_needs_are_named():
+    """After best-of-n the micro-batches of the middle, and the forward-only replays that go with them."""
+    program = step(groups=2, group_size=6, best_of_n=2, forward_replays=True)
+    scores = [0.0, 0.1, 0.5, 0.5, 0.9, 1.0]
+    assert judge(program, {0: scores, 1: [1.0, 0.0, 0.2, 0.3, 0.4, 0.5]}) == [
+        "forward/0/2", "replay/0/2", "forward/1/2", "replay/1/2", "forward/1/4", "replay/1/4",
+    ]
+
+
+def test_coefficients_leave_out_who_is_not_kept():
+    """A skipped replay is in no denominator, and a candidate that is not kept has exact zeros."""
+    program = step(groups=1, best_of_n=2)
+    assert judge(program, {0: [1.0, 0.0, 0.6, 0.5]}) == ["replay/0/2"]
+    made = order(program, "update/0", units(program.graph, [0], skipped=("replay/0/2",))).coefficients
+    assert set(made) == {"replay/0/0"}
+    deviation = torch.tensor([1.0, 0.0, 0.6, 0.5]).double().std().item()
+    assert made["replay/0/0"][0] == pytest.approx([-(1 - 0.525) / deviation / (2 * STEPS)] * STEPS)
+    other = step(groups=1, best_of_n=2)
+    judge(other, {0: [1.0, 0.6, 0.0, 0.5]})
+    made = order(other, "update/0", units(other.graph, [0])).coefficients
+    assert made["replay/0/0"][1] == made["replay/0/2"][1] == [0.0] * STEPS
+
+
+def test_an_invalid_reward_is_reported_and_masked():
+    """Its reason names reward, candidate and prompt; NaN in the report, zero in the coefficients."""
+    program = step(groups=1)
+    assert judge(program, {0: [1.0, Invalid("no object"), 0.0, 0.5]}) == []
+    assert program.report.invalid == ["brightness of candidate 1 of prompt 'prompt 0': no object"]
+    assert program.report.rewards[0].isnan().flatten().tolist() == [False, True, False, False]
+    made = order(program, "update/0", units(program.graph, [0])).coefficients
+    assert made["replay/0/0"][1] == [0.0] * STEPS
+    assert all(math.isfinite(c) for rows in made.values() for row in rows for c in row)
+
+
+def test_an_update_with_nobody_kept_has_no_coefficients():
+    """Neither if all its replays were skipped nor if some had begun before that was known."""
+    program = step(groups=1)
+    blind = Invalid("too dark")
+    unneeded = judge(program, {0: [1.0, blind, blind, blind]})
+    assert unneeded == ["replay/0/0", "replay/0/2"]
+    assert order(program, "update/0", {"rollout/0/0": [[0.0] * STEPS] * 2}) == UpdateOrder({})
+    assert order(program, "update/0", units(program.graph, [0])) == UpdateOrder({})
+    assert program.report.losses == []
+
+
+def test_several_rewards_make_columns():
+    """In the order of the configuration, a pairwise one among them as win rates."""
+    program = step(groups=1, rewards=[WeightedReward(BrightnessDuel(), 1.0), *REWARDS])
+    wins = {f"compare/brightness-duel/0/{first}-{second}": 1.0 for first in range(4) for second in range(first + 1, 4)}
+    scores = {f"score/brightness/0/{candidate}": float(candidate) for candidate in range(4)}
+    program.local(program.graph["reward/0"], {**scores, **wins})
+    assert program.report.rewards[0].tolist() == [[1.0, 0.0], [2 / 3, 1.0], [1 / 3, 2.0], [0.0, 3.0]]
+
+
+def test_seeds_are_keyed_by_seed_step_position_and_candidate():
+    """No two differ in only one of these and agree; who else is sampled, and the prompt's text, do not matter."""
+    prompts = [Prompt(0, 5, "a"), Prompt(1, 2, "b")]
+    base = samples_of(prompts, group_size=3, seed=0, step=1, share_noise=True)
+    again = samples_of([prompts[0], Prompt(1, 9, "other")], group_size=2, seed=0, step=1, share_noise=True)
+    assert [s.step_seed for s in base[1][:2]] == [s.step_seed for s in again[1]]
+    assert [s.initial_seed for s in base[1][:2]] == [s.initial_seed for s in again[1]]
+    others = [samples_of(prompts, group_size=3, seed=s, step=t, share_noise=True) for s, t in ((1, 1), (0, 2))]
+    drawn = [sample.step_seed for made in (base, *others) for group in made for sample in group]
+    drawn += [group[0].initial_seed for made in (base, *others) for group in made]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_a_group_shares_its_initial_noise_if_asked():
+    prompts = [Prompt(0, 0, "a"), Prompt(1, 1, "a")]
+    shared = samples_of(prompts, group_size=3, seed=0, step=1, share_noise=True)
+    apart = samples_of(prompts, group_size=3, seed=0, step=1, share_noise=False)
+    assert [len({sample.initial_seed for sample in group}) for group in shared] == [1, 1]
+    assert shared[0][0].initial_seed != shared[1][0].initial_seed
+    assert len({sample.initial_seed for group in apart for sample in group}) == 6

@@ -1,0 +1,174 @@
+"""A rank's engine: each kind of task on the tiny model, from orders to results, without a runtime."""
+
+import msgspec
+import pytest
+import torch
+
+from algorithms.kernels import ConsistencyKernel
+from asyncflow import checkpoint
+from asyncflow.core.graph import Kind, Task
+from asyncflow.engine import Result, Work
+from asyncflow.errors import ModelError
+from engines.adapter import Adapter, AdapterSettings
+from engines.kernel import LogProbUnits
+from engines.optimizer import OptimizerSettings
+from engines.orders import CheckpointOrder, ExportOrder, ReplayOrder, RolloutOrder, UpdateOrder
+from engines.rank import PolicyEngine, PolicyJob, RankEngine
+from engines.testing import tiny_transformer
+
+PROMPTS = ("a red square moving left", "a blue circle moving up")
+SEEDS = ((1, 11), (1, 12))
+
+
+@pytest.fixture
+def job(tiny_model) -> PolicyJob:
+    kernel = ConsistencyKernel()
+    return PolicyJob(
+        model=tiny_model,
+        device="cpu",
+        kernel=kernel,
+        units=LogProbUnits(kernel, "mean"),
+        adapter=AdapterSettings(rank=2, alpha=4.0),
+        optimizer=OptimizerSettings(lr=0.05),
+        prompts=PROMPTS,
+        seed=3,
+        exact=False,
+    )
+
+
+def changed(job: PolicyJob, **changes: object) -> PolicyEngine:
+    fields = {name: getattr(job, name) for name in job.__dataclass_fields__}
+    return PolicyEngine(PolicyJob(**(fields | changes)))
+
+
+def run(engine: PolicyEngine, kind: Kind, order: object = None, tensors=None, gang=None) -> Result:
+    """Run one task as a worker does; the order goes through msgpack."""
+    payload = msgspec.msgpack.decode(msgspec.msgpack.encode(order))
+    inputs = {name: tensor.clone() for name, tensor in (tensors or {}).items()}
+    return RankEngine(engine, None).run(Work((Task(f"{kind}/0/0", kind),), inputs, payload, gang))
+
+
+def sampled(engine: PolicyEngine, prompts=PROMPTS, seeds=SEEDS) -> Result:
+    return run(engine, Kind.ROLLOUT, RolloutOrder(prompts, seeds))
+
+
+def replayed(engine: PolicyEngine, rollout: Result, kind: Kind = Kind.REPLAY, steps=(0, 1)) -> Result:
+    return run(engine, kind, ReplayOrder(PROMPTS, steps), rollout.tensors)
+
+
+def updated(engine: PolicyEngine, gradients: torch.Tensor, coefficients: list[list[float]]) -> dict[str, object]:
+    """The value of an update of one rank."""
+    order = UpdateOrder({"replay/0/0": coefficients} if coefficients else {})
+    tensors = {"replay/0/0.gradients": gradients} if coefficients else {}
+    return run(engine, Kind.UPDATE, order, tensors, gang=lambda tensor: tensor).values["update/0/0"]
+
+
+def test_a_replay_reproduces_the_rollout(job):
+    """Under the same weights forward-only and training replay give the recorded units to the bit."""
+    engine = PolicyEngine(job)
+    rollout = sampled(engine)
+    units = rollout.values["rollout/0/0"]
+    assert replayed(engine, rollout).values["replay/0/0"] == units
+    assert replayed(engine, rollout, Kind.FORWARD).values["forward/0/0"] == units
+    second = replayed(engine, rollout, steps=(1,))
+    assert second.values["replay/0/0"] == [[row[1]] for row in units]
+    assert second.tensors["replay/0/0.gradients"].shape[:2] == (2, 1)
+
+
+def test_a_rollout_depends_on_prompt_and_seeds_alone(job):
+    """Another engine gives the same bits; another seed or prompt gives others."""
+    clean = sampled(PolicyEngine(job)).tensors["rollout/0/0.clean"]
+    engine = PolicyEngine(job)
+    replayed(engine, sampled(engine))
+    assert torch.equal(sampled(engine).tensors["rollout/0/0.clean"], clean)
+    other_seed = sampled(engine, seeds=((1, 11), (1, 13))).tensors["rollout/0/0.clean"]
+    assert torch.equal(other_seed[0], clean[0])
+    assert not torch.equal(other_seed[1], clean[1])
+    other_prompt = sampled(engine, prompts=PROMPTS[::-1]).tensors["rollout/0/0.clean"]
+    assert not torch.equal(other_prompt[0], clean[0])
+
+
+def test_frames_come_from_the_clean_latents(job, tmp_path):
+    """Decoded chunk by chunk to uint8 video, which export writes where it is told to."""
+    engine = PolicyEngine(job)
+    clean = {"rollout/0/0.clean": sampled(engine).tensors["rollout/0/0.clean"]}
+    frames = run(engine, Kind.DECODE, None, clean).tensors["decode/0/0.frames"]
+    assert (frames.shape, frames.dtype) == ((2, 21, 32, 32, 3), torch.uint8)
+    assert frames.float().std() > 1
+    run(engine, Kind.EXPORT, ExportOrder(("", str(tmp_path / "new" / "b.mp4"))), {"decode/0/0.frames": frames})
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["b.mp4"]
+
+
+def test_an_update_descends_and_a_later_rollout_differs(job):
+    """A coefficient below 0 raises a candidate's probability; the value carries the weights' new hash."""
+    engine = PolicyEngine(job)
+    rollout = sampled(engine)
+    replay = replayed(engine, rollout)
+    before = updated(engine, replay.tensors["replay/0/0.gradients"], [])["sha256"]
+    value = updated(engine, replay.tensors["replay/0/0.gradients"], [[-1e-3, -1e-3], [0.0, 0.0]])
+    assert value["grad_norm"] > 0
+    assert value["sha256"] != before
+    after = replayed(engine, rollout).values["replay/0/0"]
+    assert sum(after[0]) > sum(replay.values["replay/0/0"][0])
+    assert not torch.equal(sampled(engine).tensors["rollout/0/0.clean"], rollout.tensors["rollout/0/0.clean"])
+
+
+def test_an_update_without_coefficients_takes_no_step(job):
+    """No collective, no weight decay, no step counted: the same hash and the same learning rate."""
+    engine = changed(job, optimizer=OptimizerSettings(lr=0.05, warmup=4))
+    first = updated(engine, torch.empty(0), [])
+    assert (first["grad_norm"], first["skipped"], first["lr"]) == (0.0, 0, 0.05 / 4)
+    assert updated(engine, torch.empty(0), []) == first
+
+
+def test_exact_sums_do_not_depend_on_the_order(job):
+    """With `exact` a gang sends int64: two ranks' shares add up to the bits of one rank's sum."""
+    sent: list[torch.Tensor] = []
+
+    def gang(tensor: torch.Tensor) -> torch.Tensor:
+        sent.append(tensor.clone())
+        return tensor
+
+    engine = changed(job, exact=True)
+    gradients = replayed(engine, sampled(engine)).tensors["replay/0/0.gradients"]
+    names = ("replay/0/0", "replay/0/1")
+    order = UpdateOrder({name: [[0.3, -0.7]] for name in names})
+    parts = {f"{name}.gradients": gradients[place : place + 1] for place, name in enumerate(names)}
+    for held in (parts, *({name: part} for name, part in parts.items())):
+        run(engine, Kind.UPDATE, order, held, gang)
+    whole, first, second = sent
+    assert whole.dtype == torch.int64
+    assert torch.equal(whole, first + second)
+    assert whole.abs().max() > 0
+
+
+def test_a_checkpoint_resumes_to_the_same_bits(job, tmp_path):
+    """Weights, moments and the warm-up go on: the next update of a resumed engine is the next of the first."""
+    engine = PolicyEngine(job)
+    gradients = replayed(engine, sampled(engine)).tensors["replay/0/0.gradients"]
+    rows = [[-1.0, 0.5], [0.2, 0.1]]
+    updated(engine, gradients, rows)
+    order = CheckpointOrder(str(tmp_path / "checkpoints"), 7, {"progress": {}}, str(tmp_path / "adapter"))
+    path = run(engine, Kind.CHECKPOINT, order).values["checkpoint/0/0"]
+    saved = checkpoint.load(tmp_path / "checkpoints" / "step-000007")
+    assert str(saved.path) == path
+    expected = updated(engine, gradients, rows)
+    resumed = changed(job, resume=saved.files, init_adapter=tmp_path / "gone since")
+    assert updated(resumed, gradients, rows) == expected
+    started = changed(job, init_adapter=tmp_path / "adapter")
+    assert updated(started, gradients, rows)["sha256"] != expected["sha256"]  # the weights, but not the moments
+
+
+def test_an_initial_adapter_changes_the_rollout(job, tmp_path):
+    adapter = Adapter(tiny_transformer(), job.adapter, seed=3)
+    adapter.assign(0.1 * torch.randn(adapter.size, generator=torch.Generator().manual_seed(0)))
+    adapter.save(tmp_path)
+    started = sampled(changed(job, init_adapter=tmp_path)).tensors["rollout/0/0.clean"]
+    assert not torch.equal(started, sampled(PolicyEngine(job)).tensors["rollout/0/0.clean"])
+
+
+def test_an_adapter_of_another_shape_is_refused(job, tmp_path):
+    """What only the loaded model can tell: the same rank and alpha, on other linears."""
+    Adapter(tiny_transformer(), AdapterSettings(rank=2, alpha=4.0, targets=("to_q",)), seed=0).save(tmp_path)
+    with pytest.raises(ModelError, match="has \\(rank, alpha, targets\\)"):
+        changed(job, init_adapter=tmp_path)

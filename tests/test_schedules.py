@@ -1,0 +1,140 @@
+"""Schedules add barriers, replays and places to the dataflow, and change nothing else."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from asyncflow.core.graph import JUDGE_KINDS, LOCAL_KINDS, Graph, Kind, Task
+from asyncflow.core.plan import Cluster, Plan
+from asyncflow.core.schedules import NAMES, Name, cluster, schedule
+from asyncflow.core.simulate import simulate
+from asyncflow.core.trace import DEVICE, Span
+from asyncflow.testing import HashedDurations, rl_step
+
+DATAFLOW = rl_step(groups=4, batches=2, mini_batches=2)
+BEFORE_SCORING = (Kind.ROLLOUT, Kind.DECODE)
+TRAINING = (Kind.FORWARD, Kind.REPLAY)
+
+
+def made(name: Name, *, forward_replays: bool = False) -> tuple[Graph, Plan, Cluster]:
+    ranks = cluster(name, 4, 0 if name == "colocated" else 2)
+    graph, plan = schedule(name, DATAFLOW, ranks, forward_replays=forward_replays, judge_batch=2)
+    return graph, plan, ranks
+
+
+def simulated(name: Name, seed: int) -> list[Span]:
+    graph, plan, _ = made(name, forward_replays=True)
+    return [span for span in simulate(graph, plan, HashedDurations(seed, (1.0, 2.0, 5.0))).spans if span.lane == DEVICE]
+
+
+def bounds(spans: list[Span], *kinds: Kind) -> tuple[float, float]:
+    return (
+        min(span.start for span in spans if span.name in kinds),
+        max(span.end for span in spans if span.name in kinds),
+    )
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("name", NAMES)
+def test_training_begins_when_all_is_scored(name: Name, seed: int):
+    spans = simulated(name, seed)
+    assert bounds(spans, *TRAINING)[0] >= bounds(spans, *JUDGE_KINDS)[1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_colocated_scores_when_all_is_decoded(seed: int):
+    spans = simulated("colocated", seed)
+    assert bounds(spans, *JUDGE_KINDS)[0] >= bounds(spans, *BEFORE_SCORING)[1]
+
+
+def test_async_reward_scores_while_others_are_rolled_out():
+    spans = simulated("async-reward", 0)
+    assert bounds(spans, *JUDGE_KINDS)[0] < bounds(spans, *BEFORE_SCORING)[1]
+
+
+@pytest.mark.parametrize("forward_replays", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_schedule_keeps_the_dataflow(name: Name, forward_replays: bool):
+    graph, plan, ranks = made(name, forward_replays=forward_replays)
+    plan.validate(graph, ranks)
+    for task in DATAFLOW:
+        there = graph[task.id]
+        assert task.predecessors <= there.predecessors
+        assert (task.kind, task.inputs, task.group, task.judge) == (there.kind, there.inputs, there.group, there.judge)
+        assert set(task.values) <= set(there.values)
+    assert {task.kind for task in graph if task.id not in DATAFLOW.tasks} <= {Kind.BARRIER, Kind.FORWARD}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_replay_follows_its_forward_twin_whose_value_the_update_reads(name: Name):
+    graph, plan, _ = made(name, forward_replays=True)
+    replays = graph.of(Kind.REPLAY)
+    for replay in replays:
+        twin = graph[replay.id.replace("replay/", "forward/")]
+        assert twin.kind is Kind.FORWARD
+        assert twin.id in replay.after
+        assert twin.inputs == replay.inputs
+        assert plan.ranks[twin.id] == plan.ranks[replay.id]
+        (update,) = (task for task in graph.of(Kind.UPDATE) if replay.id in task.values)
+        assert twin.id in update.values
+    assert len(graph.of(Kind.FORWARD)) == len(replays)
+    assert not made(name)[0].of(Kind.FORWARD)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_micro_batch_stays_on_its_rank_and_all_ranks_have_equally_many(name: Name):
+    graph, plan, ranks = made(name, forward_replays=True)
+    homes: dict[tuple[int, tuple[int, ...]], set[int]] = {}
+    for task in graph:
+        if task.kind not in LOCAL_KINDS | JUDGE_KINDS | {Kind.UPDATE}:
+            homes.setdefault((task.group, task.candidates), set()).update(plan.ranks[task.id])
+    assert {len(home) for home in homes.values()} == {1}
+    assert Counter(rank for home in homes.values() for rank in home) == dict.fromkeys(ranks.policy, 8 // len(ranks.policy))
+
+
+def test_colocated_judges_where_the_frames_are():
+    graph, plan, _ = made("colocated")
+    for task in graph.of(*JUDGE_KINDS):
+        assert plan.ranks[task.id] == plan.ranks[task.inputs[0].rpartition(".")[0]]
+
+
+def test_async_reward_gives_its_judges_equally_many_videos():
+    graph, plan, ranks = made("async-reward")
+    judged = {task.inputs[0]: plan.ranks[task.id] for task in graph.of(*JUDGE_KINDS)}
+    assert all(judged[task.inputs[0]] == plan.ranks[task.id] for task in graph.of(*JUDGE_KINDS)), "frames move once"
+    assert Counter(rank for (rank,) in judged.values()) == dict.fromkeys(ranks.judges, 4)
+
+
+def test_an_update_is_a_gang_of_all_policy_ranks_and_a_checkpoint_belongs_to_the_first():
+    dataflow = Graph([*DATAFLOW, Task("checkpoint/0", Kind.CHECKPOINT, after=("update/1",))])
+    _, plan = schedule("async-reward", dataflow, cluster("async-reward", 4, 2))
+    assert plan.ranks["update/0"] == (0, 1)
+    assert plan.ranks["checkpoint/0"] == (0,)
+
+
+def test_a_dataflow_without_scores_needs_no_barrier():
+    dataflow = Graph([Task("rollout/0", Kind.ROLLOUT, group=0)])
+    graph, _ = schedule("colocated", dataflow, cluster("colocated", 1, 0))
+    assert list(graph.tasks) == ["rollout/0"]
+
+
+def test_roles():
+    assert cluster("colocated", 2, 0) == Cluster(policy=(0, 1), judges=(0, 1))
+    assert cluster("async-reward", 5, 2) == Cluster(policy=(0, 1, 2), judges=(3, 4))
+    assert cluster("async-reward", 5, 2).ranks == cluster("colocated", 5, 0).ranks == (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "reward_ranks", "complaint"),
+    [
+        ("colocated", 0, 0, "a run needs at least 1 rank, got 0"),
+        ("colocated", 2, 1, "the colocated schedule has no reward ranks, got 1; every rank judges"),
+        ("async-reward", 2, 0, "0 reward ranks of 2 ranks cannot be"),
+        ("async-reward", 2, 2, "2 reward ranks of 2 ranks cannot be"),
+        ("async-reward", 1, 1, "the async-reward schedule needs at least 1 reward rank and at least 1 actor"),
+    ],
+)
+def test_roles_that_cannot_be_are_refused(name: Name, ranks: int, reward_ranks: int, complaint: str):
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        cluster(name, ranks, reward_ranks)

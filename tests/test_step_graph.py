@@ -1,0 +1,118 @@
+"""The graph of a step holds the dataflow and nothing else: what it lacks is what lets schedules overlap."""
+
+from itertools import combinations
+
+import pytest
+
+from algorithms.step import evaluation_graph, micro_batches, step_graph
+from asyncflow.core.graph import JUDGE_KINDS, Graph, Kind
+from engines.rewards.registry import WeightedReward
+from engines.rewards.testing import Brightness, BrightnessDuel
+
+POINTWISE = [WeightedReward(Brightness(), 1.0)]
+PAIRWISE = [WeightedReward(BrightnessDuel(), 1.0)]
+
+
+def graph(groups=4, group_size=4, *, mini_batches=1, task_batch=2, rewards=POINTWISE, global_statistics=False) -> Graph:
+    return step_graph(
+        groups, group_size, mini_batches=mini_batches, task_batch=task_batch, rewards=rewards,
+        global_statistics=global_statistics,
+    )
+
+
+def ancestors(made: Graph, name: str) -> set[str]:
+    """Everything that must end before task `name` starts."""
+    found: set[str] = set()
+    todo = [name]
+    while todo:
+        new = made[todo.pop()].predecessors - found
+        found |= new
+        todo += new
+    return found
+
+
+def test_a_replay_never_waits_for_a_score():
+    """Unit gradients need the trajectory alone; that no score is among their inputs is the point of the runtime."""
+    made = graph(rewards=[*POINTWISE, *PAIRWISE])
+    judged = {task.id for task in made.of(*JUDGE_KINDS, Kind.REWARD, Kind.ADVANTAGE, Kind.DECODE)}
+    assert judged
+    for replay in made.of(Kind.REPLAY):
+        place = replay.id.partition("/")[2]
+        assert ancestors(made, replay.id) == {f"rollout/{place}"}
+        assert replay.inputs == (f"rollout/{place}.noisy", f"rollout/{place}.clean")
+
+
+def test_an_update_waits_for_its_mini_batch_alone():
+    """Its gradients, the old and new units and the advantages of its own whole groups, and no others'."""
+    made = graph(mini_batches=2)
+    for mini_batch, groups in enumerate([(0, 1), (2, 3)]):
+        update = made[f"update/{mini_batch}"]
+        places = [f"{group}/{first}" for group in groups for first in (0, 2)]
+        assert update.inputs == tuple(f"replay/{place}.gradients" for place in places)
+        needed = {f"{kind}/{place}" for kind in ("rollout", "replay") for place in places}
+        assert set(update.values) == needed | {f"advantage/{group}" for group in groups}
+
+
+def test_the_second_mini_batch_is_replayed_under_the_updated_weights():
+    """Its replays and its update come after the first update; the first's wait for none."""
+    made = graph(mini_batches=2)
+    for task in made.of(Kind.REPLAY, Kind.UPDATE):
+        assert task.after == (("update/0",) if task.mini_batch else ())
+    assert all("update" not in name for task in made.of(Kind.ROLLOUT, Kind.DECODE) for name in task.predecessors)
+
+
+def test_a_mini_batch_holds_whole_groups():
+    for mini_batches in (1, 2, 4):
+        made = graph(mini_batches=mini_batches)
+        for group in range(4):
+            members = {task.mini_batch for task in made if task.group == group and task.kind in (Kind.REPLAY,)}
+            assert members == {group // (4 // mini_batches)}
+
+
+@pytest.mark.parametrize("rewards", [POINTWISE, PAIRWISE])
+def test_statistics_decide_what_an_advantage_waits_for(rewards):
+    for group in range(4):
+        assert graph(rewards=rewards)[f"advantage/{group}"].values == (f"reward/{group}",)
+        everyone = tuple(f"reward/{other}" for other in range(4))
+        assert graph(rewards=rewards, global_statistics=True)[f"advantage/{group}"].values == everyone
+
+
+def test_each_candidate_is_scored_by_each_reward():
+    made = graph(2, 3, rewards=POINTWISE)
+    scored = [(task.group, *task.candidates, task.inputs) for task in made.of(Kind.SCORE)]
+    assert scored == [
+        (group, candidate, (f"decode/{group}/{candidate // 2 * 2}.frames",))
+        for group in (0, 1)
+        for candidate in range(3)
+    ]
+    assert made["reward/1"].values == tuple(f"score/brightness/1/{candidate}" for candidate in range(3))
+
+
+def test_a_pairwise_reward_compares_every_pair_with_both_videos():
+    """A comparison reads both frames, or the one micro-batch that holds both."""
+    made = graph(1, 4, rewards=PAIRWISE)
+    compared = {task.candidates: task.inputs for task in made.of(Kind.COMPARE)}
+    assert set(compared) == set(combinations(range(4), 2))
+    assert compared[0, 3] == ("decode/0/0.frames", "decode/0/2.frames")
+    assert compared[2, 3] == ("decode/0/2.frames",)
+    assert not made.of(Kind.SCORE)
+    assert len(made["reward/0"].values) == 6
+
+
+def test_micro_batches_cover_a_group_once():
+    """In order, in runs of the task batch; only the last may be shorter, and a shape says how many it holds."""
+    assert micro_batches(7, 3) == [(0, 1, 2), (3, 4, 5), (6,)]
+    assert micro_batches(2, 8) == [(0, 1)]
+    made = graph(1, 7, task_batch=3)
+    for kind in (Kind.ROLLOUT, Kind.DECODE, Kind.REPLAY):
+        tasks = made.of(kind)
+        assert [task.candidates for task in tasks] == micro_batches(7, 3)
+        assert [task.shape for task in tasks] == ["b3", "b3", "b1"]
+
+
+def test_an_evaluation_samples_scores_and_shows():
+    """No replay and no update; only the micro-batches with the first videos are written."""
+    made = evaluation_graph(6, 3, task_batch=2, rewards=POINTWISE)
+    assert {task.kind for task in made} == {Kind.ROLLOUT, Kind.DECODE, Kind.SCORE, Kind.EXPORT}
+    assert [task.candidates for task in made.of(Kind.EXPORT)] == [(0, 1), (2, 3)]
+    assert len(made.of(Kind.SCORE)) == 6

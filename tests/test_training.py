@@ -1,0 +1,233 @@
+"""Whole runs on the tiny model: what they write, and that ranks and schedules cannot change a bit of the weights."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from algorithms.dancegrpo import DanceGRPOConfig
+from asyncflow.config import resolve
+from engines.adapter import Adapter, AdapterSettings
+from engines.policy import load_policy
+from engines.testing import TEXT_DIM, latents
+
+WAYS = ("up", "left")
+
+
+def metrics(run: Path) -> list[dict[str, object]]:
+    """The lines of metrics.jsonl, which are strict JSON."""
+
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run: Path) -> list[object]:
+    """The hash of the weights after each step."""
+    return [line["weights/sha256"] for line in metrics(run) if line["step"]]
+
+
+def test_the_weights_of_torchrun_are_those_of_one_rank(torchrun, uninterrupted):
+    """Two colocated ranks through shared memory, exactly as one rank: after every step the same bits."""
+    expected = weights(uninterrupted)
+    assert len(set(expected)) == 4
+    assert weights(torchrun) == expected[:2]
+
+
+def test_the_command_starts_its_own_ranks(recipe, uninterrupted, tmp_path):
+    """`asyncflow dancegrpo --ranks 2`, here an actor and a judge over gloo with forward-only replays: the same bits."""
+    options = ["--schedule=async-reward", "--channel=gloo", "--forward-replays", "--steps=2", "--out=run", "--ranks=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "algorithms.cli", "dancegrpo", *recipe, *options],
+        cwd=tmp_path, timeout=90, check=False, capture_output=True, text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("dancegrpo: 2 ranks, run directory run\n")
+    assert weights(tmp_path / "run") == weights(uninterrupted)[:2]
+    ranks = {name for line in metrics(tmp_path / "run") for name in line if name.endswith("/busy")}
+    assert ranks == {"rank/0/busy", "rank/1/busy"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (3, ["--schedule=async-reward", "--channel=gloo"]),
+        (3, ["--schedule=async-reward", "--reward-ranks=2", "--forward-replays", "--judge-batch=8"]),
+        (2, ["--forward-replays", "--channel=gloo"]),
+    ],
+)
+def test_ranks_schedule_and_channel_cannot_change_a_bit(ranks, options, recipe, uninterrupted, run_ranks, tmp_path):
+    codes, output = run_ranks(ranks, [*recipe, "--steps=2", f"--out={tmp_path / 'run'}", *options], tmp_path / "output")
+    assert codes == [0] * ranks, output
+    assert weights(tmp_path / "run") == weights(uninterrupted)[:2]
+
+
+def test_what_departs_from_the_defaults_is_as_exact(recipe, run_ranks, tmp_path):
+    """Best-of-n skips half of the replays, statistics are global, half of the steps are trained, the kernel is SDE."""
+    options = [
+        *recipe, "--steps=2", "--task-batch=1", "--best-of-n=2", "--statistics=global", "--step-fraction=0.5",
+        "--kernel=dance-sde", "--chunk-reduce=sum", "--no-share-noise",
+    ]  # fmt: skip
+    one, three = tmp_path / "one", tmp_path / "three"
+    codes, output = run_ranks(1, [*options, f"--out={one}"], tmp_path / "output")
+    assert codes == [0], output
+    codes, output = run_ranks(3, [*options, f"--out={three}", "--schedule=async-reward"], tmp_path / "output")
+    assert codes == [0, 0, 0], output
+    assert weights(three) == weights(one)
+    for line in (*metrics(one), *metrics(three)):
+        assert line["critic/kept"] == 8
+        assert line["actor/ratio_start_deviation"] == 0
+    for run in (one, three):
+        trace = (run / "trace" / "step-000002.json").read_text()
+        assert len(set(re.findall(r"rollout/\d/\d", trace))) == 16
+        assert len(set(re.findall(r"replay/\d/\d", trace))) == 8
+
+
+def test_fixed_point_is_the_sum_of_floats(recipe, uninterrupted, run_ranks, tmp_path):
+    """Without --exact gradients are summed in float32: nearly the same update, with the same first rollouts."""
+    options = [*recipe, "--no-exact", "--steps=1", f"--out={tmp_path / 'run'}"]
+    codes, output = run_ranks(1, options, tmp_path / "output")
+    assert codes == [0], output
+    (made,), (exact, *_) = metrics(tmp_path / "run"), metrics(uninterrupted)
+    assert made["critic/rewards/mean"] == exact["critic/rewards/mean"]
+    assert made["actor/grad_norm"] == pytest.approx(exact["actor/grad_norm"], rel=1e-4)
+
+
+def test_every_step_writes_its_metrics(torchrun, uninterrupted):
+    """An object a step, under names that stay; an evaluation at step 0 and the end."""
+    start, first, last = metrics(torchrun)
+    assert (start["step"], first["step"], last["step"]) == (0, 1, 2)
+    for line in (first, last):
+        assert {
+            "critic/rewards/mean", "critic/reward/brightness/mean", "critic/invalid", "critic/advantages/abs_mean",
+            "actor/ratio_mean", "actor/pg_clipfrac", "actor/ppo_kl", "actor/grad_norm", "actor/lr", "training/epoch",
+            "timing_s/step", "timing_s/rollout", "timing_s/replay", "rank/0/busy", "rank/1/busy", "weights/sha256",
+        } <= set(line)  # fmt: skip
+        assert line["critic/reward/brightness-duel/mean"] == pytest.approx(0.5)
+    assert "timing_s/simulated" in last
+    assert start["val/judged"] == last["val/judged"] == 4
+    assert start["val/rewards/mean"] != last["val/rewards/mean"]  # the same noise under other weights
+    assert "val/rewards/mean" not in first
+    assert [line["step"] for line in metrics(uninterrupted)] == [1, 2, 3, 4]
+
+
+def test_the_ratio_starts_at_exactly_one(torchrun, uninterrupted):
+    """Before a step's first update replay reproduces the rollout's bits; the second mini-batch has moved on."""
+    for line in (*metrics(torchrun)[1:], *metrics(uninterrupted)):
+        assert line["actor/ratio_start_deviation"] == 0
+        assert line["actor/ratio_std"] > 0
+
+
+def test_a_run_directory_is_complete(torchrun):
+    """Configuration, metrics, traces, checkpoints, the adapter and the videos of the evaluations."""
+    files = {str(path.relative_to(torchrun)) for path in torchrun.rglob("*") if path.is_file()}
+    slugs = ("00-a-red-circle-moving-left.mp4", "01-a-blue-square-moving-down.mp4")
+    assert files >= {
+        "config.toml", "metrics.jsonl", "trace/step-000001.json", "trace/step-000002.json",
+        "checkpoints/step-000002/manifest.json", "adapter/adapter_model.safetensors", "adapter/adapter_config.json",
+        *(f"samples/step-{step:06d}/{slug}" for step in (0, 2) for slug in slugs),
+    }  # fmt: skip
+    assert not [name for name in files if ".tmp" in name]
+    trace = json.loads((torchrun / "trace" / "step-000001.json").read_text())
+    assert len(trace["traceEvents"]) > 50
+
+
+def test_the_written_configuration_is_the_run_s(torchrun, monkeypatch):
+    """config.toml resolves to the same configuration, so that a run can be repeated from it."""
+    config = resolve(DanceGRPOConfig, {}, str(torchrun / "config.toml"))
+    assert (config.exact, config.mini_batches, config.lora_rank, config.lr, config.steps) == (True, 2, 2, 0.02, 2)
+    assert config.reward == ("engines.rewards.testing:Brightness", "engines.rewards.testing:BrightnessDuel=0.5")
+    assert set(tomllib.loads((torchrun / "config.toml").read_text())) >= {"prompts-per-step", "best-of-n"}
+
+
+def test_stock_diffusers_loads_the_adapter(torchrun, tiny_model):
+    """The trained adapter on an untouched model gives the velocities that asyncflow trained."""
+    stock = WanTransformer3DModel.from_pretrained(tiny_model, subfolder="transformer").eval()
+    x, text = latents(1, frames=2), torch.randn(1, 8, TEXT_DIM, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        base = stock(x, torch.tensor([700.0]), text).sample
+        stock.load_lora_adapter(
+            torchrun / "adapter", prefix="base_model.model", weight_name="adapter_model.safetensors"
+        )
+        made = stock(x, torch.tensor([700.0]), text).sample
+    policy = load_policy(tiny_model)
+    Adapter(policy.model, AdapterSettings(rank=2, alpha=2.0), seed=1).load(torchrun / "adapter")
+    with torch.no_grad():
+        expected = policy.velocity(x, 0.7, text, policy.new_cache(4, 4), 0)
+    assert (made - expected).abs().max() < 1e-5
+    assert (made - base).abs().max() > 1e-3
+
+
+def test_a_run_starts_from_an_adapter(torchrun, recipe, uninterrupted, run_ranks, tmp_path):
+    """Its first step samples from the adapter's policy, not from the base model's."""
+    options = [*recipe, "--steps=1", f"--out={tmp_path / 'run'}", f"--init-adapter={torchrun / 'adapter'}"]
+    codes, output = run_ranks(1, options, tmp_path / "output")
+    assert codes == [0], output
+    (made,), (fresh, *_) = metrics(tmp_path / "run"), metrics(uninterrupted)
+    assert made["critic/reward/brightness/mean"] != fresh["critic/reward/brightness/mean"]
+    assert made["actor/ratio_start_deviation"] == 0
+
+
+def test_invalid_judgements_are_counted_and_left_out(recipe, run_ranks, tmp_path):
+    """Two of four prompts cannot be judged; the run goes on, says why and trains on the others."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"a {colour} square moving {way}\n" for colour in ("red", "cyan") for way in WAYS))
+    options = [
+        *recipe, "--steps=1", "--reward=engines.rewards.testing:Blind", f"--prompts={prompts}",
+        f"--out={tmp_path / 'run'}",
+    ]
+    codes, output = run_ranks(2, options, tmp_path / "output")
+    assert codes == [0, 0], output
+    (made,) = metrics(tmp_path / "run")
+    assert (made["critic/invalid"], made["critic/kept"]) == (8, 8)
+    assert "step 1: invalid: blind of candidate 0 of prompt 'a " in output
+    assert "moving left': it moves left" in output
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"),
+    [
+        ("NotANumber", "reward not-a-number gave nan for the prompt 'a red square moving left'; return a finite"),
+        ("Blind", "error: step 1: no group has two candidates with valid rewards; the first: blind of candidate 0 of"),
+    ],
+)
+def test_a_reward_that_fails_ends_the_run(reward, sentence, recipe, run_ranks, tmp_path):
+    """On every rank with exit code 1, and one error."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red square moving left\n")
+    options = [
+        *recipe, "--schedule=async-reward", f"--reward=engines.rewards.testing:{reward}", f"--prompts={prompts}",
+        f"--out={tmp_path / 'run'}",
+    ]
+    codes, output = run_ranks(2, options, tmp_path / "output")
+    assert codes == [1, 1]
+    assert output.count("error: ") == 1
+    assert sentence in output
+
+
+def test_a_run_directory_that_cannot_be_written_ends_the_run(recipe, run_ranks, tmp_path):
+    """A full or wrong disk is one sentence that says how to go on."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "trace").touch()
+    codes, output = run_ranks(1, [*recipe, f"--out={tmp_path / 'run'}"], tmp_path / "output")
+    assert codes == [1]
+    assert output.startswith(f"error: cannot write to the run directory {tmp_path / 'run'}: File exists; make room")
+    assert output.count("\n") == 1
+
+
+def test_weights_that_cannot_be_loaded_end_the_run(recipe, run_ranks, tmp_path, tiny_model):
+    """What only loading finds: one sentence that names the folder."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "transformer" / "diffusion_pytorch_model.safetensors").write_text("damaged")
+    codes, output = run_ranks(2, [*recipe, f"--model={model}", f"--out={tmp_path / 'run'}"], tmp_path / "output")
+    assert codes == [1, 1]
+    assert output.count("error: ") == 1
+    assert f"could not start: The weights in {model / 'transformer'} cannot be loaded" in output
