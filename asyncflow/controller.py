@@ -63,7 +63,7 @@ class Program(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalDone:
-    """The controller itself ended a task, after which `unneeded` tasks are not needed."""
+    """The controller itself ended a task, and now knows that `unneeded` tasks are not needed."""
 
     ticket: int
     unneeded: tuple[str, ...]
@@ -183,9 +183,9 @@ class _Step:
         """What a message means to the dispatcher; its values, headers and times are noted on the way."""
         match message:
             case LocalDone(ticket, unneeded):
-                yield Done(ticket, CONTROLLER)
-                if unneeded:
+                if unneeded:  # first, so that none of them starts now that this task has ended
                     yield Unneeded(unneeded)
+                yield Done(ticket, CONTROLLER)
             case TaskDone(ticket, start, end, values, invalid, headers):
                 run = self._runs[ticket]
                 self.trace.ran(run, self.graph, rank, start - self.began, end - self.began)

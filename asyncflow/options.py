@@ -11,6 +11,7 @@ Called by the commands in algorithms/; `run` is the entry point of each.
 
 import functools
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -23,6 +24,9 @@ from asyncflow.config import field_types, resolve, toml_key
 from asyncflow.errors import AsyncflowError
 
 Function: TypeAlias = Callable[..., Any]
+
+SILENCE_S = 5.0
+"""How long a rank other than 0 waits before it ends with an error that rank 0 reports."""
 
 
 def options(config: type[msgspec.Struct]) -> Callable[[Function], Function]:
@@ -69,8 +73,11 @@ def run(command: click.Command, args: Sequence[str] | None = None, name: str = "
 
 
 def _fail(sentence: str, exit_code: int) -> int:
-    if os.environ.get("RANK", "0") == "0":  # under torchrun every rank meets the same error, and one says so
+    """Under torchrun every rank meets the same error: rank 0 says so, and the others leave it the time to."""
+    if os.environ.get("RANK", "0") == "0":
         click.echo(f"Error: {sentence}", err=True)
+    else:  # torchrun ends all ranks as soon as one has ended
+        time.sleep(SILENCE_S)
     return exit_code
 
 

@@ -17,11 +17,6 @@ class ObjectStore:
     def __len__(self) -> int:
         return len(self._tensors)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by the tensors that are here."""
-        return sum(f.result().nbytes for f in self._tensors.values() if f.done() and not f.cancelled())
-
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Resolve `name`."""
         future = self._future(name)

@@ -20,7 +20,9 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
+)
 
 # What libraries open once and keep until the process ends.
 LIBRARY_OWNED = re.compile(r"/dev/(null|u?random|nvidia.*)|.*\.so(\.[\d.]+)?|/(sys|proc)/.*")
@@ -105,7 +107,7 @@ def recipe(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[s
     rewards = [f"--reward=engines.rewards.testing:{reward}" for reward in ("Brightness", "BrightnessDuel=0.5")]
     sizes = ["--prompts-per-step=4", "--group-size=4", "--mini-batches=2", "--task-batch=2", "--judge-batch=3"]
     training = ["--exact", "--lora-rank=2", "--lora-alpha=2", "--lr=0.02", "--eval-samples=2", "--save-every=2"]
-    return [f"--model={tiny_model}", f"--prompts={prompts}", *rewards, *sizes, *training]
+    return [f"--model={tiny_model}", f"--prompts={prompts}", "--device=cpu", *rewards, *sizes, *training]
 
 
 @pytest.fixture(scope="session")

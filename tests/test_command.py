@@ -13,7 +13,7 @@ from algorithms.cli import asyncflow
 from algorithms.dancegrpo import DanceGRPOConfig
 from algorithms.dancegrpo import main as dancegrpo
 from algorithms.train import Progress
-from asyncflow import checkpoint, launch
+from asyncflow import checkpoint, launch, options
 from asyncflow.config import dump, resolve
 from asyncflow.options import run
 from engines.adapter import Adapter, AdapterSettings
@@ -39,9 +39,9 @@ def folder(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Run the command with options that are wrong; returns the sentence."""
 
-    def refused(*options: str, exit_code: int = 2) -> str:
+    def refused(*wrong: str) -> str:
         args = ["--model", "model", "--prompts", "prompts.txt", "--reward", "engines.rewards.testing:Brightness"]
-        assert run(dancegrpo, [*args, "--out", "out", *options]) == exit_code
+        assert run(dancegrpo, [*args, "--out", "out", "--device", "cpu", *wrong]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.startswith("Error: ")
@@ -53,7 +53,7 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("wrong", "sentence"),
     [
         ("--model nowhere", "--model: there is no folder nowhere; give a diffusers folder of a causal Wan model"),
         ("--model .", "--model: . is no diffusers Wan folder: it has no transformer, vae, text_encoder, tokenizer"),
@@ -84,8 +84,8 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
         ("--out prompts.txt/run", "--out: cannot write prompts.txt/run/config.toml: Not a directory"),
     ],
 )
-def test_a_wrong_option(refused: Refused, options: str, sentence: str):
-    assert sentence in refused(*options.split())
+def test_a_wrong_option(refused: Refused, wrong: str, sentence: str):
+    assert sentence in refused(*wrong.split())
 
 
 def test_a_gpu_that_is_not_there(refused: Refused, monkeypatch: pytest.MonkeyPatch):
@@ -132,12 +132,14 @@ def test_wrong_causal_settings(refused: Refused, folder: Path):
     assert "causal.json does not describe a causal sampler" in refused()
 
 
-def test_rewards_that_cannot_evaluate(refused: Refused, folder: Path):
+def test_rewards_that_cannot_evaluate(folder: Path, capsys: pytest.CaptureFixture[str]):
     """Win rates say nothing of a held-out video by itself."""
     shutil.copy("prompts.txt", "held_out.txt")
-    duel = ["--model", "model", "--prompts", "prompts.txt", "--reward", "colour-duel", "--eval-prompts", "held_out.txt"]
-    assert run(dancegrpo, duel) == 2
-    assert run(dancegrpo, [*duel, "--eval-every", "0", "--dry-run"]) == 0
+    duel = ["--reward", "colour-duel", "--eval-prompts", "held_out.txt"]
+    given = ["--model", "model", "--prompts", "prompts.txt", "--device", "cpu", *duel]
+    assert run(dancegrpo, given) == 2
+    assert capsys.readouterr().err.startswith("Error: --eval-prompts: these rewards only compare candidates")
+    assert run(dancegrpo, [*given, "--eval-every", "0", "--dry-run"]) == 0
 
 
 def test_a_folder_that_holds_a_run(refused: Refused, folder: Path):
@@ -152,12 +154,15 @@ def test_ranks_under_torchrun(refused: Refused, monkeypatch: pytest.MonkeyPatch)
     assert refused("--ranks", "2") == "--ranks: torchrun started 2 ranks already; leave the option out"
 
 
-def test_only_rank_0_says_what_is_wrong(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_only_rank_0_says_what_is_wrong(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """Every rank meets the same error; the others end with the same code and no word."""
+    monkeypatch.setattr(options, "SILENCE_S", 0.0)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for options in (["--stepz", "3"], ["--model", "nowhere", "--prompts", "prompts.txt"]):
-        assert run(dancegrpo, options) == 2
+    for wrong in (["--stepz", "3"], ["--model", "nowhere", "--prompts", "prompts.txt"]):
+        assert run(dancegrpo, wrong) == 2
         captured = capsys.readouterr()
         assert (captured.out, captured.err) == ("", "")
 
@@ -228,9 +233,9 @@ def test_an_earlier_checkpoint_of_a_run_that_went_on(refused: Refused, stopped: 
 
 def test_dry_run_prints_configuration_graph_and_plan(folder: Path, capsys: pytest.CaptureFixture[str]):
     """It loads nothing (the weights here are unreadable) and writes nothing; its configuration can be run."""
-    options = "--model model --prompts prompts.txt --dry-run --ranks 3 --schedule async-reward --lr 0.25"
+    given = "--model model --prompts prompts.txt --device cpu --dry-run --ranks 3 --schedule async-reward --lr 0.25"
     rewards = ["--reward", "engines.rewards.testing:Brightness=0.5", "--reward", "colour-duel"]
-    assert run(dancegrpo, [*options.split(), *rewards, "--task-batch", "4", "--out", "new"]) == 0
+    assert run(dancegrpo, [*given.split(), *rewards, "--task-batch", "4", "--out", "new"]) == 0
     out = capsys.readouterr().out
     text, _, plan = out.partition("graph: ")
     (folder / "again.toml").write_text(text)

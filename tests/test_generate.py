@@ -23,7 +23,7 @@ def generate(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
 
     def generate(out: str, *options: str) -> dict[str, str]:
-        assert run(main, ["--model", str(tiny_model), "--out", out, *options]) == 0
+        assert run(main, ["--model", str(tiny_model), "--device", "cpu", "--out", out, *options]) == 0
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(out).iterdir())}
 
     return generate

@@ -90,7 +90,8 @@ def test_a_micro_batch_stays_on_its_rank_and_all_ranks_have_equally_many(name: N
         if task.kind not in LOCAL_KINDS | JUDGE_KINDS | {Kind.UPDATE}:
             homes.setdefault((task.group, task.candidates), set()).update(plan.ranks[task.id])
     assert {len(home) for home in homes.values()} == {1}
-    assert Counter(rank for home in homes.values() for rank in home) == dict.fromkeys(ranks.policy, 8 // len(ranks.policy))
+    equal = dict.fromkeys(ranks.policy, 8 // len(ranks.policy))
+    assert Counter(rank for home in homes.values() for rank in home) == equal
 
 
 def test_colocated_judges_where_the_frames_are():

@@ -50,9 +50,7 @@ def test_transfers_do_not_make_a_rank_busy_but_last():
 
 
 def test_spans_are_sorted_by_command_and_rank():
-    made = trace(
-        ("rollout/0", 1, 1.0, 2.0), ("decode/0", 0, 0.0, 1.0), moves=(("rollout/0.path", 1, 0, 2.0, 4.0),)
-    )
+    made = trace(("rollout/0", 1, 1.0, 2.0), ("decode/0", 0, 0.0, 1.0), moves=(("rollout/0.path", 1, 0, 2.0, 4.0),))
     assert made.spans == [
         Span(1, DEVICE, "rollout", ("rollout/0",), 1.0, 2.0, 1),
         Span(0, DEVICE, "decode", ("decode/0",), 0.0, 1.0, 2),
@@ -68,10 +66,20 @@ def test_a_gap_is_charged_to_the_task_that_ended_last():
 
 
 def test_a_gap_is_charged_to_the_transfer_that_came_after_it():
-    made = trace(
-        ("rollout/0", 0, 0.0, 3.0), ("decode/0", 1, 5.0, 6.0), moves=(("rollout/0.path", 0, 1, 3.0, 5.0),)
-    )
+    made = trace(("rollout/0", 0, 0.0, 3.0), ("decode/0", 1, 5.0, 6.0), moves=(("rollout/0.path", 0, 1, 3.0, 5.0),))
     assert waited_for(made, GRAPH, 1) == {"transfer": 5.0}
+
+
+def test_a_transfer_to_others_is_nothing_to_wait_for():
+    made = trace(
+        ("rollout/0", 0, 0.0, 1.0),
+        ("score/0", 1, 0.0, 2.0),
+        ("reward/0", CONTROLLER, 2.0, 2.0),
+        ("barrier/0", CONTROLLER, 2.0, 2.0),
+        ("replay/0", 0, 4.0, 5.0),
+        moves=(("rollout/0.path", 0, 1, 1.0, 3.0),),
+    )
+    assert waited_for(made, GRAPH, 0) == {"score": 3.0}
 
 
 def test_what_the_controller_computes_is_charged_to_what_it_waited_for():

@@ -177,17 +177,18 @@ def test_a_run_starts_from_an_adapter(torchrun, recipe, uninterrupted, run_ranks
 
 
 def test_invalid_judgements_are_counted_and_left_out(recipe, run_ranks, tmp_path):
-    """Two of four prompts cannot be judged; the run goes on, says why and trains on the others."""
+    """Two of four prompts cannot be judged; the run says why, trains on the others and takes no step for these."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"a {colour} square moving {way}\n" for colour in ("red", "cyan") for way in WAYS))
     options = [
-        *recipe, "--steps=1", "--reward=engines.rewards.testing:Blind", f"--prompts={prompts}",
-        f"--out={tmp_path / 'run'}",
-    ]
+        *recipe, "--steps=2", "--reward=engines.rewards.testing:Blind", f"--prompts={prompts}",
+        "--mini-batches=4", f"--out={tmp_path / 'run'}",
+    ]  # fmt: skip
     codes, output = run_ranks(2, options, tmp_path / "output")
     assert codes == [0, 0], output
-    (made,) = metrics(tmp_path / "run")
-    assert (made["critic/invalid"], made["critic/kept"]) == (8, 8)
+    for made in metrics(tmp_path / "run"):
+        assert (made["critic/invalid"], made["critic/kept"]) == (8, 8)
+    assert torch.load(tmp_path / "run/checkpoints/step-000002/optimizer.pt", weights_only=True)["steps"] == 4
     assert "step 1: invalid: blind of candidate 0 of prompt 'a " in output
     assert "moving left': it moves left" in output
 

@@ -20,9 +20,7 @@ class GlooChannel:
     def __init__(self, rank: int, ranks: int, store: dist.Store, timeout: float = 1800.0) -> None:
         """Join the group through `store`; every rank must do so. `timeout` in seconds bounds one transfer."""
         self.rank = rank
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
 
     def send(self, sequence: int, target: int, tensor: torch.Tensor) -> None:
         """See `Channel`."""

@@ -73,7 +73,12 @@ def waited_for(trace: Trace, graph: Graph, rank: int) -> dict[str, float]:
     missing but the word to start. The gap after a rank's last task is "end of step".
     """
     ends = {name: span.end for span in trace.spans if span.lane == DEVICE for name in span.tasks}
-    moves = {f"{s.tasks[0]}.{s.name}": s.end for s in trace.spans if s.lane == TRANSFER and s.rank == rank}
+    made_here = {name for span in trace.device(rank) for name in span.tasks}
+    moves = {
+        f"{span.tasks[0]}.{span.name}": span.end
+        for span in trace.spans
+        if span.lane == TRANSFER and span.rank == rank and span.tasks[0] not in made_here
+    }
 
     def last_input(name: str) -> tuple[float, str]:
         task = graph[name]
