@@ -128,8 +128,9 @@ def _report(error: BaseException) -> int:
 
 def _leave(code: int) -> NoReturn:
     """Leave at once: the engine or a transfer may block for long, and nobody needs what they do."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read it is gone
+            stream.flush()
     os._exit(code)
 
 

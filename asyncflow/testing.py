@@ -174,12 +174,12 @@ class FakeTransport:
         """See `Transport`."""
         self._take(order.sequence)
         self._network.sent[order.sequence] = tensor
-        return asyncio.sleep(0)
+        return asyncio.create_task(asyncio.sleep(0))
 
     def receive(self, order: Receive) -> Awaitable[Arrival]:
         """See `Transport`."""
         self._take(order.sequence)
-        return self._arrival(order)
+        return asyncio.create_task(self._arrival(order))
 
     async def _arrival(self, order: Receive) -> Arrival:
         free = self._network.free

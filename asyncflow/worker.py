@@ -8,6 +8,7 @@ its own end. `launch` runs one worker in each rank's event loop, `testing` sever
 import asyncio
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from asyncflow.channels.base import header_of
 from asyncflow.communicator import Arrival, Collective, Transport
@@ -51,11 +52,11 @@ class Worker:
                         place = None
                         if message.gang:
                             place = self._transport.collective(message.sequence, message.gang)
-                        self._begin(message.ticket, self._run(message, place))
+                        self._begin(message.ticket, partial(self._run, message, place))
                     case Send() as message:
-                        self._begin(0, self._transport.send(message, self.store[message.tensor]))
+                        self._begin(0, partial(self._send, self._transport.send(message, self.store[message.tensor])))
                     case Receive() as message:
-                        self._begin(0, self._receive(message, self._transport.receive(message)))
+                        self._begin(0, partial(self._receive, message, self._transport.receive(message)))
                     case Forget(tensor):
                         self.store.drop(tensor)
                     case Stop() as message:
@@ -67,10 +68,10 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _begin(self, ticket: int, work: Awaitable[None]) -> None:
+    def _begin(self, ticket: int, work: Callable[[], Awaitable[None]]) -> None:
         async def supervised() -> None:
             try:
-                await work
+                await work()
             except RankLost as error:
                 await asyncio.sleep(_PATIENCE_S)
                 self._link.send(failure(ticket, error))
@@ -95,6 +96,9 @@ class Worker:
             self.store.put(name, tensor)
         headers = {name: header_of(tensor) for name, tensor in kept.items()}
         self._link.send(TaskDone(message.ticket, start, end, result.values, result.invalid, headers))
+
+    async def _send(self, departure: Awaitable[None]) -> None:
+        await departure
 
     async def _receive(self, message: Receive, arrival: Awaitable[Arrival]) -> None:
         tensor, start, end = await arrival

@@ -3,6 +3,7 @@
 Without arguments it forks ranks as it is told on its standard input, which saves them the time of the imports.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -21,6 +22,8 @@ from asyncflow.errors import ModelError, TrainingError
 from asyncflow.launch import ChannelName, run_rank, this_rank
 from asyncflow.testing import rl_step
 
+BLOCKED = threading.Event()
+
 
 class FakeEngine:
     """Every task makes the tensors that others read, from what it reads; `scenario` says what goes wrong, and where."""
@@ -36,9 +39,9 @@ class FakeEngine:
         task = work.tasks[0]
         if self.victim == f"{task.kind}:{self.rank}":
             self.break_down(task.id)
-        if self.trouble == "block-raise" and task.kind == "rollout":
-            self.trouble = "block" if self.rank == 0 else "raise"
-            self.break_down(task.id)
+        if self.trouble == "block-everywhere":
+            BLOCKED.set()
+            threading.Event().wait()
         if work.sum_over_ranks:
             total = sum(work.tensors.values(), torch.zeros(3))
             self.weights += work.sum_over_ranks(total)
@@ -77,6 +80,11 @@ def main(scenario: str, channel: ChannelName) -> None:
         name = "colocated" if rank.ranks == 1 else "async-reward"
         judges = 0 if rank.ranks == 1 else 1
         graph, plan = schedule(name, rl_step(2, 2, mini_batches=2), cluster(name, rank.ranks, judges), judge_batch=2)
+        if scenario == "block-everywhere":
+            step = asyncio.create_task(controller.run(graph, plan, Program()))
+            await asyncio.to_thread(BLOCKED.wait)
+            assert not step.done()
+            raise TrainingError("the engines block")
         for _ in range(2):
             result = await controller.run(graph, plan, Program())
             print(json.dumps(result.values["update/1"]), flush=True)  # noqa: T201

@@ -22,7 +22,7 @@ from asyncflow.wire import Header
 
 CHANNELS = {"shared-memory": SharedMemoryChannel, "gloo": GlooChannel}
 NAMES = tuple(CHANNELS)
-SOON_S = 10.0
+SOON_S = 30.0
 
 TENSORS = [
     torch.arange(6, dtype=torch.float32).reshape(2, 3),

@@ -12,7 +12,7 @@ from asyncflow.communicator import Communicator
 from asyncflow.errors import RankLost
 from asyncflow.wire import Header, Receive, Send
 
-SOON_S = 10.0
+SOON_S = 30.0
 HEADER = Header("float32", (2,))
 
 

@@ -64,12 +64,15 @@ def test_close_waits_for_what_is_queued():
 
 def test_a_result_that_nobody_awaits_any_more_is_dropped():
     async def main() -> Lane:
+        complaints: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
         lane, release = Lane("test-lane"), threading.Event()
         given_up = lane.submit(lambda: release.wait(10))
         given_up.cancel()
         release.set()
         assert await lane.submit(lambda: 1) == 1
         assert given_up.cancelled()
+        assert not complaints
         return lane
 
     asyncio.run(main()).close()

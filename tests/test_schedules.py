@@ -95,9 +95,11 @@ def test_a_micro_batch_stays_on_its_rank_and_all_ranks_have_equally_many(name: N
 
 
 def test_colocated_judges_where_the_frames_are():
-    graph, plan, _ = made("colocated")
-    for task in graph.of(*JUDGE_KINDS):
-        assert plan.ranks[task.id] == plan.ranks[task.inputs[0].rpartition(".")[0]]
+    tasks = [Task(f"decode/{n}", Kind.DECODE, group=n) for n in range(3)]
+    tasks += [Task(f"score/{n}", Kind.SCORE, inputs=(f"decode/{n}.frames",), group=n) for n in (2, 1)]
+    _, plan = schedule("colocated", Graph(tasks), cluster("colocated", 3, 0))
+    assert [plan.ranks[f"decode/{n}"] for n in range(3)] == [(0,), (1,), (2,)]
+    assert [plan.ranks[f"score/{n}"] for n in (1, 2)] == [(1,), (2,)]
 
 
 def test_async_reward_gives_its_judges_equally_many_videos():

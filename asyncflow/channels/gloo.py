@@ -4,6 +4,7 @@ One process group; the sequence number is the tag. Sends are rendezvous: one ret
 buffer smaller than the message would abort the process, hence the header that comes first, with the control message.
 """
 
+import os
 from datetime import timedelta
 
 import torch
@@ -20,6 +21,7 @@ class GlooChannel:
     def __init__(self, rank: int, ranks: int, store: dist.Store, timeout: float = 1800.0) -> None:
         """Join the group through `store`; every rank must do so. `timeout` in seconds bounds one transfer."""
         self.rank = rank
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host, whatever its name resolves to
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
 
     def send(self, sequence: int, target: int, tensor: torch.Tensor) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 import click
 import torch
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 from engines.policy import Policy, load_policy
 from engines.rewards import pixels
 from engines.text import load_text_encoder
+from engines.toy import MODEL
 from engines.toy.make_vae import psnr, reconstruct, to_model
 from engines.toy.videos import render, split_prompts
 from engines.vae import StreamingDecoder, load_vae, to_uint8
@@ -53,13 +55,16 @@ def judge(videos: Tensor, prompts: list[str]) -> str:
 
 
 @click.command()
-@click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path),
-              default=Path(__file__).with_name("model"), help="Folder of the model; by default the toy that ships.")
+@click.option(
+    "--model", type=click.Path(exists=True, file_okay=False, path_type=Path), default=MODEL,
+    help="Folder of the model; by default the toy that ships.",
+)
 @click.option("--videos", default=216, show_default=True, help="Videos of each kind.")
 @click.option("--seed", default=0, show_default=True, help="Seed of all noise.")
 def main(model: Path, videos: int, seed: int) -> None:
     """Print the accuracy of real, reconstructed and generated videos."""
     torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
     policy, vae = load_policy(model), load_vae(model)
     settings = policy.settings
     texts = load_text_encoder(model, settings.text_length)

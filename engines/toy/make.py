@@ -1,7 +1,7 @@
 """Make the toy from nothing: `python -m engines.toy.make --out DIR`.
 
 Writes a stock diffusers folder (weights in half precision, loaded as float32) with `causal.json` beside its parts.
-The model that ships in `engines/toy/model` was made by this command with its defaults.
+The model that ships in `engines/toy/model` was made so, with the defaults; another run gives a like one, not the same.
 """
 
 import logging
@@ -34,7 +34,7 @@ def save(pipeline: WanPipeline, folder: Path) -> None:
 @click.option("--videos", default=VIDEOS, show_default=True, help="Videos the transformer is trained on.")
 @click.option("--seed", default=0, show_default=True, help="Seed of weights, videos and noise.")
 def main(out: Path, vae_steps: int, policy_steps: int, videos: int, seed: int) -> None:
-    """Train the toy video model on procedural videos and write it as a diffusers folder. Takes about 1.5 CPU hours."""
+    """Train the toy on procedural videos and write it as a diffusers folder; takes about an hour of one CPU core."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)
     pipeline = new_pipeline(train_vae(vae_steps, seed), seed)

@@ -19,7 +19,7 @@ from engines.policy.policy import Policy
 from engines.policy.settings import CausalSettings
 from engines.text import TextEncoder
 from engines.toy.make_vae import draw, to_model
-from engines.toy.videos import all_prompts, split_prompts
+from engines.toy.videos import COLOURS, DIRECTIONS, SHAPES, all_prompts, split_prompts
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,9 @@ STEPS = 4500
 BATCH = 32
 LEARNING_RATE = 2e-3
 CONTEXT_NOISE = 0.1  # up to this much of the context is noise, since what a rollout sees of itself is not clean either
-COLOUR_NOISE = 0.3  # share of the captions whose colour word is drawn at random, as web captions are unreliable:
-DIRECTION_NOISE = 0.0  # the model paints well but follows its prompt loosely, which is what RL is to mend
+# Share of the captions whose colour is drawn at random, as captions from the web are unreliable: the model learns to
+# paint, but follows its prompt loosely, which reinforcement learning is to mend.
+COLOUR_NOISE = 0.3
 SAMPLER_SHARE = 0.75  # of the noise levels are the sampler's own; the rest lie anywhere on the shifted schedule
 
 
@@ -72,7 +73,7 @@ def new_pipeline(vae: AutoencoderKLWan, seed: int = 0) -> WanPipeline:
 
 @torch.no_grad()
 def encode_videos(vae: AutoencoderKLWan, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw n videos of the training prompts: each one's index in `all_prompts` [n], and its latents [n, 16, 9, 4, 4]."""
+    """Draw n videos of training prompts: each one's index in `all_prompts` [n], and its latents [n, 16, 9, 4, 4]."""
     everything, (training, _) = all_prompts(), split_prompts()
     mean = torch.tensor(vae.config.latents_mean)[:, None, None, None]
     std = torch.tensor(vae.config.latents_std)[:, None, None, None]
@@ -86,15 +87,13 @@ def encode_videos(vae: AutoencoderKLWan, n: int, generator: torch.Generator) -> 
 
 def draw_captions(prompt: Tensor, generator: torch.Generator) -> Tensor:
     """Unreliable captions of videos of `prompt` [n]: indices in `all_prompts`, never that of a held-out prompt."""
-    colour, shape, direction = prompt // 12, prompt // 4 % 3, prompt % 4
     n = len(prompt)
-    other_colour = torch.randint(6, (n,), generator=generator)
-    other_direction = torch.randint(4, (n,), generator=generator)
-    colour = torch.where(torch.rand(n, generator=generator) < COLOUR_NOISE, other_colour, colour)
-    direction = torch.where(torch.rand(n, generator=generator) < DIRECTION_NOISE, other_direction, direction)
-    caption = 12 * colour + 4 * shape + direction
-    held_out = torch.tensor([prompt in split_prompts()[1] for prompt in all_prompts()])
-    return torch.where(held_out[caption], prompt, caption)
+    of_a_colour = len(SHAPES) * len(DIRECTIONS)
+    colour = torch.randint(len(COLOURS), (n,), generator=generator)
+    other = colour * of_a_colour + prompt % of_a_colour
+    _, held_out = split_prompts()
+    allowed = torch.tensor([prompt not in held_out for prompt in all_prompts()])
+    return torch.where((torch.rand(n, generator=generator) < COLOUR_NOISE) & allowed[other], other, prompt)
 
 
 def draw_sigmas(n: int, generator: torch.Generator) -> Tensor:
