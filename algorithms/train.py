@@ -108,7 +108,9 @@ async def train(run: Run, controller: Controller) -> None:
         if due or step in (last, run.progress.best_step):
             await loop.save(step)
         click.echo(_line(metrics, last, (time.monotonic() - began) / (step - first) * (last - step)))
-    click.echo(f"done: the adapter is in {run.out / 'adapter'}, the metrics in {run.out / 'metrics.jsonl'}")
+    click.echo(f"done: the adapter is in {run.out / 'adapter'}, the metrics are in {run.out / 'metrics.jsonl'}")
+    if loop.evaluates and first == 0:
+        click.echo(f"videos before and after: {run.out / 'samples'}/step-000000 and step-{last:06d}")
 
 
 class _Loop:
