@@ -24,7 +24,7 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     ] = None
     schedule: Annotated[schedules.Name, Meta(description="How a step's tasks are ordered and placed.")] = "colocated"
     forward_replays: Annotated[
-        bool, Meta(description="Replay every trajectory forward-only before its training replay, as other systems do.")
+        bool, Meta(description="Give colocated and async-reward the forward-only replays that other systems have.")
     ] = False
     steps: Annotated[int, Meta(ge=1, description="Training steps.")] = 100
     prompts_per_step: Annotated[int, Meta(ge=1, description="Prompts (groups) a step.")] = 4

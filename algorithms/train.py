@@ -18,6 +18,7 @@ import msgspec
 from algorithms.algorithm import Algorithm
 from algorithms.config import RunConfig
 from algorithms.metrics import Metrics, evaluation_metrics, step_metrics
+from algorithms.planning import Planner
 from algorithms.program import CheckpointProgram, Sample, SamplingProgram, StepProgram, samples_of
 from algorithms.prompts import PromptSampler
 from algorithms.step import checkpoint_graph, evaluation_graph, step_graph
@@ -45,6 +46,7 @@ class Progress(msgspec.Struct, kw_only=True):
     step: int = 0
     best_step: int = 0
     best: float | None = None
+    plan: Plan | None = None
     costs: CostTable = msgspec.field(default_factory=CostTable)
 
 
@@ -108,6 +110,7 @@ async def train(run: Run, controller: Controller) -> None:
         if due or step in (last, run.progress.best_step):
             await loop.save(step)
         click.echo(_line(metrics, last, (time.monotonic() - began) / (step - first) * (last - step)))
+    await loop.planner.close()
     click.echo(f"done: the adapter is in {run.out / 'adapter'}, the metrics are in {run.out / 'metrics.jsonl'}")
     if loop.evaluates and first == 0:
         click.echo(f"videos before and after: {run.out / 'samples'}/step-000000 and step-{last:06d}")
@@ -118,7 +121,11 @@ class _Loop:
         self.run = run
         self.controller = controller
         self.sampler = PromptSampler(list(run.prompts), run.config.seed)
-        self.graph, self.plan = run.step()
+        self.graph, plan = run.step()
+        searches = run.config.schedule == "stagebreaker"
+        self.planner = Planner(
+            self.graph, plan, run.cluster, searches=searches, fixed=run.config.exact, found=run.progress.plan
+        )
         self.pointwise = [reward for reward in run.rewards if isinstance(reward.reward, PointwiseReward)]
         self.evaluates = bool(run.eval_prompts and run.config.eval_every)
 
@@ -156,12 +163,14 @@ class _Loop:
             for group in range(config.prompts_per_step)
         ]
         program = StepProgram(self.graph, samples, run.algorithm, run.rewards, trained)
-        result = await self.controller.run(self.graph, self.plan, program)
+        result = await self.controller.run(self.graph, self.planner.plan, program)
         metrics: Metrics = {"step": step, "training/epoch": step * config.prompts_per_step / len(run.prompts)}
         metrics |= step_metrics(result, self.graph, program.report, run.rewards) | self._predicted()
         with _writing(run.out):
             perfetto.write(result.trace, run.out / "trace" / f"step-{step:06d}.json")
         run.progress.costs.observe(result.trace, self.graph)
+        await self.planner.reconsider(run.progress.costs)
+        run.progress.plan = self.planner.found
         run.progress.step = step
         for reason in program.report.invalid[:3]:
             click.echo(f"step {step}: invalid: {reason}", err=True)
@@ -207,8 +216,9 @@ class _Loop:
 
     def _predicted(self) -> Metrics:
         """The step's time as simulated from the costs of earlier steps, once each of its tasks was seen."""
+        costs = self.run.progress.costs.estimates()
         try:
-            return {"timing_s/simulated": simulate(self.graph, self.plan, self.run.progress.costs).seconds}
+            return {"timing_s/simulated": simulate(self.graph, self.planner.plan, costs).seconds}
         except KeyError:
             return {}
 

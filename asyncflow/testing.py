@@ -337,4 +337,6 @@ def random_step(random: Random, ranks: int, size: int) -> tuple[Graph, Plan]:
         tasks.append(Task(name, kind, inputs=inputs, values=values, after=after, judge=judge))
         places[name] = here
     graph = Graph(tasks)
-    return graph, Plan(places, tuple(random.sample(list(graph.tasks), size)), random.randint(1, 3))
+    return graph, Plan(
+        places, tuple(random.sample(list(graph.tasks), size)), random.randint(1, 3), random.randint(1, 3)
+    )

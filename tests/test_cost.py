@@ -28,25 +28,25 @@ def observed(*durations: tuple[int, float], table: CostTable | None = None) -> C
 
 
 def test_a_cost_is_the_median_of_what_was_measured():
-    assert observed((1, 3.0), (1, 1.0), (1, 100.0)).run(SCORES[:1], 2) == 3.0
+    assert observed((1, 3.0), (1, 1.0), (1, 100.0)).estimates().run(SCORES[:1], 2) == 3.0
 
 
 def test_only_the_last_durations_count():
-    table = observed((1, 100.0), (1, 1.0), (1, 2.0), (1, 3.0), table=CostTable(keep=3))
+    table = observed((1, 100.0), (1, 1.0), (1, 2.0), (1, 3.0), table=CostTable(keep=3)).estimates()
     assert table.run(SCORES[:1], 2) == 2.0
 
 
 def test_other_batches_lie_on_the_line_through_those_that_were_seen():
-    table = observed((2, 3.0), (4, 4.0))
+    table = observed((2, 3.0), (4, 4.0)).estimates()
     assert [table.run(SCORES[:n], 2) for n in (1, 2, 3, 4, 6)] == [2.5, 3.0, 3.5, 4.0, 5.0]
 
 
 def test_from_one_size_others_are_in_proportion():
-    assert observed((2, 3.0)).run(SCORES[:4], 2) == 6.0
+    assert observed((2, 3.0)).estimates().run(SCORES[:4], 2) == 6.0
 
 
 def test_the_number_of_digits_of_a_size_does_not_matter():
-    table = observed((2, 3.0))
+    table = observed((2, 3.0)).estimates()
     assert table.run([SCORES[0]] * 20, 2) == 30.0
 
 
@@ -55,23 +55,31 @@ def test_a_transfer_costs_by_what_moves():
     trace.moved(Move(1, "rollout/0.path", 0, 1), 1.0, 1.5)
     table = CostTable()
     table.observe(trace, GRAPH)
-    assert table.move("rollout/7.path", 3, 2) == 0.5
-    with pytest.raises(KeyError, match=r"rollout\.log"):
-        table.move("rollout/7.log", 0, 1)
+    assert table.estimates().move("rollout/7.path", 3, 2) == 0.5
+
+
+def test_a_transfer_that_was_not_seen_is_as_slow_as_the_slowest():
+    trace = Trace()
+    trace.moved(Move(1, "rollout/0.path", 0, 1), 1.0, 1.5)
+    trace.moved(Move(2, "decode/0.frames", 0, 1), 1.0, 3.0)
+    table = CostTable()
+    assert table.estimates().move("rollout/7.log", 0, 1) == 0.0
+    table.observe(trace, GRAPH)
+    assert table.estimates().move("rollout/7.log", 0, 1) == 2.0
+
+
+def test_a_rank_that_was_not_seen_takes_what_the_others_take():
+    table = observed((2, 3.0), (4, 4.0)).estimates()
+    assert [table.run(SCORES[:n], 7) for n in (2, 3, 4)] == [3.0, 3.5, 4.0]
 
 
 @pytest.mark.parametrize(
-    ("task", "rank"),
-    [
-        (SCORES[0], 1),
-        (msgspec.structs.replace(SCORES[0], shape="9s"), 2),
-        (msgspec.structs.replace(SCORES[0], judge="motion"), 2),
-        (msgspec.structs.replace(SCORES[0], kind=Kind.COMPARE), 2),
-    ],
+    "change", [{"shape": "9s"}, {"judge": "motion"}, {"kind": Kind.COMPARE}], ids=["shape", "judge", "kind"]
 )
-def test_what_was_not_measured_is_unknown(task: Task, rank: int):
-    with pytest.raises(KeyError, match=rf"no cost was measured for {task.kind} '{task.shape}' on rank {rank}"):
-        observed((1, 1.0)).run([task], rank)
+def test_what_was_not_measured_is_unknown(change: dict[str, str]):
+    task = msgspec.structs.replace(SCORES[0], **change)
+    with pytest.raises(KeyError, match=rf"no cost was measured for {task.kind} '{task.shape}'"):
+        observed((1, 1.0)).estimates().run([task], 2)
 
 
 def test_a_table_survives_json():
@@ -99,7 +107,7 @@ def test_a_simulated_step_teaches_the_table_to_simulate_it_again():
     trace = simulate(graph, plan, ByKind())
     table = CostTable()
     table.observe(trace, graph)
-    assert simulate(graph, plan, table) == trace
+    assert simulate(graph, plan, table.estimates()) == trace
 
 
 def test_every_span_of_a_random_step_has_a_cost_afterwards():
@@ -107,6 +115,7 @@ def test_every_span_of_a_random_step_has_a_cost_afterwards():
     trace = simulate(graph, plan, HashedDurations(3, (1.0, 2.0)))
     table = CostTable()
     table.observe(trace, graph)
+    table = table.estimates()
     for span in trace.spans:
         if span.lane == DEVICE:
             assert table.run([graph[name] for name in span.tasks], span.rank) >= 0.0

@@ -149,14 +149,37 @@ class Checker:
         ]
 
     def check_nothing_idles(self) -> None:
-        """A rank is idle only if none of its tasks could run, or if it is reserved for a gang."""
+        """A rank is idle only if none of its tasks could run, if it is kept for a gang, or if it gathers a batch."""
         for rank in {rank for ranks in self.plan.ranks.values() for rank in ranks} - self.lanes.keys():
             ready = [task for task in self.graph if rank in self.plan.ranks[task.id] and self.could_run(task)]
             if ready:
                 gangs = [task.id for task in ready if task.kind is Kind.UPDATE]
+                if not gangs and self.gathers(rank, ready):
+                    continue
                 assert gangs, f"{ready} could run on rank {rank}"
                 first = min(gangs, key=self.plan.order.index)
                 assert self.lanes.keys() & set(self.plan.ranks[first]), f"{first} could run"
+
+    def gathers(self, rank: int, ready: list[Task]) -> bool:
+        """Whether a judge has too few of each sort ready, more to come, and others that work meanwhile."""
+        if not self.lanes and not self.moving:
+            return False
+        if not {task.kind for task in ready} <= JUDGE_KINDS:
+            return False
+        return all(
+            count < self.plan.judge_wait and count < len(self.left(rank, *sort))
+            for sort, count in Counter((task.kind, task.judge) for task in ready).items()
+        )
+
+    def left(self, rank: int, kind: Kind, judge: str) -> list[Task]:
+        """The tasks of a judge that have neither begun nor been skipped."""
+        return [
+            task
+            for task in self.graph.of(kind)
+            if task.judge == judge
+            and self.plan.ranks[task.id] == (rank,)
+            and task.id not in {*self.ran, *self.skipped}
+        ]
 
     def could_run(self, task: Task) -> bool:
         here = self.plan.ranks[task.id][0]
@@ -209,6 +232,35 @@ def test_a_task_starts_where_its_input_has_arrived():
     assert d.on(Moved(1)) == [Drop("rollout/0.path", 0), Run(3, ("decode/0",), (1,))]
     assert d.on(Done(3, 1)) == [Drop("rollout/0.path", 1)]
     assert d.finished
+
+
+def test_a_judge_gathers_a_batch_and_does_other_work_meanwhile():
+    """With two to wait for it takes a decode before a single score, then both scores, and the last one by itself."""
+    decodes = [Task(f"decode/{n}", Kind.DECODE) for n in range(3)]
+    scores = [Task(f"score/{n}", Kind.SCORE, inputs=(f"decode/{n}.frames",)) for n in range(3)]
+    tasks = [*scores, *decodes]
+    plan = Plan({task.id: (0,) for task in tasks}, tuple(task.id for task in tasks), judge_batch=2, judge_wait=2)
+    d = Dispatcher(Graph(tasks), plan)
+    ran = []
+    commands = d.on(Begin())
+    while commands:
+        (run,) = [command for command in commands if isinstance(command, Run)]
+        ran.append(run.tasks)
+        commands = d.on(Done(run.ticket, 0))
+        if d.finished:
+            break
+    assert ran == [("decode/0",), ("decode/1",), ("score/0", "score/1"), ("decode/2",), ("score/2",)]
+
+
+def test_a_judge_does_not_wait_for_what_needs_its_batch():
+    """Two scores to wait for, of which one comes after the other: the first goes alone once nothing else runs."""
+    scores = [Task("score/0", Kind.SCORE), Task("score/1", Kind.SCORE, after=("score/0",))]
+    tasks = [*scores, Task("rollout/0", Kind.ROLLOUT)]
+    plan = Plan({"score/0": (0,), "score/1": (0,), "rollout/0": (1,)}, ("score/0", "score/1", "rollout/0"), 2, 2)
+    d = Dispatcher(Graph(tasks), plan)
+    assert d.on(Begin()) == [Run(1, ("rollout/0",), (1,))]
+    assert d.on(Done(1, 1)) == [Run(2, ("score/0",), (0,))]
+    assert d.on(Done(2, 0)) == [Run(3, ("score/1",), (0,))]
 
 
 def test_earlier_in_the_order_goes_first_among_ready_tasks():

@@ -73,7 +73,7 @@ def plan(**ranks: tuple[int, ...]) -> Plan:
 )
 def test_a_plan_is_checked_against_the_cluster(wrong: dict[str, tuple[int, ...]], complaint: str):
     graph = Graph([*TASKS, Task("update/0", Kind.UPDATE, after=("reward/0",))])
-    cluster = Cluster(policy=(0, 1), judges=(2,))
+    cluster = Cluster(actors=(0, 1), policy=(0, 1), judges=(2,))
     plan().validate(graph, cluster)
     with pytest.raises(AssertionError, match=complaint):
         plan(**wrong).validate(graph, cluster)
@@ -82,5 +82,5 @@ def test_a_plan_is_checked_against_the_cluster(wrong: dict[str, tuple[int, ...]]
 def test_a_judge_task_needs_a_judge():
     graph = Graph([Task("score/0", Kind.SCORE)])
     with pytest.raises(AssertionError, match="score/0 cannot run on rank 0"):
-        Plan({"score/0": (0,)}, ("score/0",)).validate(graph, Cluster(policy=(0,), judges=(1,)))
-    Plan({"score/0": (1,)}, ("score/0",)).validate(graph, Cluster(policy=(0,), judges=(1,)))
+        Plan({"score/0": (0,)}, ("score/0",)).validate(graph, Cluster(actors=(0,), policy=(0,), judges=(1,)))
+    Plan({"score/0": (1,)}, ("score/0",)).validate(graph, Cluster(actors=(0,), policy=(0,), judges=(1,)))

@@ -12,6 +12,8 @@ from asyncflow.core.simulate import simulate
 from asyncflow.core.trace import DEVICE, Span
 from asyncflow.testing import HashedDurations, rl_step
 
+BARRIERED: tuple[Name, ...] = ("colocated", "async-reward")
+UNBARRIERED: tuple[Name, ...] = ("async-train", "merged-replay", "stagebreaker")
 DATAFLOW = rl_step(groups=4, batches=2, mini_batches=2)
 BEFORE_SCORING = (Kind.ROLLOUT, Kind.DECODE)
 TRAINING = (Kind.FORWARD, Kind.REPLAY)
@@ -35,11 +37,39 @@ def bounds(spans: list[Span], *kinds: Kind) -> tuple[float, float]:
     )
 
 
+def ancestors(graph: Graph, name: str) -> set[str]:
+    found: set[str] = set()
+    left = [name]
+    while left:
+        for other in graph[left.pop()].predecessors - found:
+            found.add(other)
+            left.append(other)
+    return found
+
+
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BARRIERED)
 def test_training_begins_when_all_is_scored(name: Name, seed: int):
     spans = simulated(name, seed)
     assert bounds(spans, *TRAINING)[0] >= bounds(spans, *JUDGE_KINDS)[1]
+
+
+@pytest.mark.parametrize("name", UNBARRIERED)
+def test_no_replay_of_the_first_mini_batch_waits_for_a_score(name: Name):
+    graph, _, _ = made(name)
+    replays = [task for task in graph.of(*TRAINING) if task.mini_batch == 0]
+    assert replays
+    for replay in replays:
+        assert not {graph[other].kind for other in ancestors(graph, replay.id)} & JUDGE_KINDS
+    trained = {task.group for task in replays}
+    judged = {graph[other].group for other in ancestors(graph, "update/0") if graph[other].kind in JUDGE_KINDS}
+    assert judged == trained
+
+
+@pytest.mark.parametrize("name", UNBARRIERED)
+def test_training_runs_while_judges_still_score(name: Name):
+    spans = simulated(name, 0)
+    assert bounds(spans, *TRAINING)[0] < bounds(spans, *JUDGE_KINDS)[1]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -66,7 +96,7 @@ def test_a_schedule_keeps_the_dataflow(name: Name, forward_replays: bool):
     assert {task.kind for task in graph if task.id not in DATAFLOW.tasks} <= {Kind.BARRIER, Kind.FORWARD}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*BARRIERED, "async-train"])
 def test_every_replay_follows_its_forward_twin_whose_value_the_update_reads(name: Name):
     graph, plan, _ = made(name, forward_replays=True)
     replays = graph.of(Kind.REPLAY)
@@ -79,7 +109,12 @@ def test_every_replay_follows_its_forward_twin_whose_value_the_update_reads(name
         (update,) = (task for task in graph.of(Kind.UPDATE) if replay.id in task.values)
         assert twin.id in update.values
     assert len(graph.of(Kind.FORWARD)) == len(replays)
-    assert not made(name)[0].of(Kind.FORWARD)
+
+
+def test_who_has_forward_replays():
+    assert {name for name in NAMES if made(name)[0].of(Kind.FORWARD)} == {"async-train"}
+    with_them = {name for name in NAMES if made(name, forward_replays=True)[0].of(Kind.FORWARD)}
+    assert with_them == {*BARRIERED, "async-train"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,7 +125,7 @@ def test_a_micro_batch_stays_on_its_rank_and_all_ranks_have_equally_many(name: N
         if task.kind not in LOCAL_KINDS | JUDGE_KINDS | {Kind.UPDATE}:
             homes.setdefault((task.group, task.candidates), set()).update(plan.ranks[task.id])
     assert {len(home) for home in homes.values()} == {1}
-    equal = dict.fromkeys(ranks.policy, 8 // len(ranks.policy))
+    equal = dict.fromkeys(ranks.actors, 8 // len(ranks.actors))
     assert Counter(rank for home in homes.values() for rank in home) == equal
 
 
@@ -123,8 +158,10 @@ def test_a_dataflow_without_scores_needs_no_barrier():
 
 
 def test_roles():
-    assert cluster("colocated", 2, 0) == Cluster(policy=(0, 1), judges=(0, 1))
-    assert cluster("async-reward", 5, 2) == Cluster(policy=(0, 1, 2), judges=(3, 4))
+    assert cluster("colocated", 2, 0) == Cluster(actors=(0, 1), policy=(0, 1), judges=(0, 1))
+    for name in ("async-reward", "async-train", "merged-replay"):
+        assert cluster(name, 5, 2) == Cluster(actors=(0, 1, 2), policy=(0, 1, 2), judges=(3, 4))
+    assert cluster("stagebreaker", 5, 2) == Cluster(actors=(0, 1, 2), policy=(0, 1, 2, 3, 4), judges=(3, 4))
     assert cluster("async-reward", 5, 2).ranks == cluster("colocated", 5, 0).ranks == (0, 1, 2, 3, 4)
 
 

@@ -62,6 +62,9 @@ def test_the_command_starts_its_own_ranks(recipe, uninterrupted, tmp_path):
         (3, ["--schedule=async-reward", "--channel=gloo"]),
         (3, ["--schedule=async-reward", "--reward-ranks=2", "--forward-replays", "--judge-batch=8"]),
         (2, ["--forward-replays", "--channel=gloo"]),
+        (2, ["--schedule=async-train"]),
+        (3, ["--schedule=merged-replay", "--reward-ranks=2"]),
+        (3, ["--schedule=stagebreaker", "--reward-ranks=2"]),
     ],
 )
 def test_ranks_schedule_and_channel_cannot_change_a_bit(ranks, options, recipe, uninterrupted, run_ranks, tmp_path):

@@ -3,6 +3,7 @@
 The controller feeds a table with every step's trace; the simulator asks it. All times are seconds.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 from typing import Protocol
@@ -26,8 +27,9 @@ class Durations(Protocol):
 class CostTable(msgspec.Struct):
     """The last `keep` durations of each (rank, kind, shape, batch) and of each kind of transfer.
 
-    Costs are kept for each rank, since GPUs may be unequal. A judge batch of a size that was not seen is estimated on
-    the line through the medians of the sizes that were; from one size alone, in proportion.
+    Costs are kept for each rank, since GPUs may be unequal; a rank that never ran such a task is thought to take what
+    the others take. A judge batch of a size that was not seen is estimated on the line through the medians of the sizes
+    that were; from one size alone, in proportion. A tensor that never moved is thought to take what the slowest took.
     """
 
     runs: dict[str, list[float]] = {}
@@ -45,16 +47,41 @@ class CostTable(msgspec.Struct):
                 key = f"{task.kind}.{span.name}"
                 self.moves[key] = [*self.moves.get(key, []), span.end - span.start][-self.keep :]
 
+    def estimates(self) -> "Estimates":
+        """What the table says now, for a simulation or many."""
+        return Estimates(
+            {key: median(seconds) for key, seconds in self.runs.items()},
+            {key: median(seconds) for key, seconds in self.moves.items()},
+        )
+
+
+class Estimates:
+    """The medians of a table, as `Durations`."""
+
+    def __init__(self, runs: dict[str, float], moves: dict[str, float]) -> None:
+        self.medians = runs | moves
+        """Everything that was measured, by the rows of the table."""
+        self._moves = moves
+        self._slowest_move = max(moves.values(), default=0.0)
+        batches: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for key, seconds in runs.items():
+            rank, kind, shape, judge, size = key.split("|")
+            for row in (f"{rank}|{kind}|{shape}|{judge}", f"{kind}|{shape}|{judge}"):
+                batches[row][int(size)].append(seconds)
+        self._batches = {
+            row: sorted((size, median(seconds)) for size, seconds in sizes.items()) for row, sizes in batches.items()
+        }
+
     def run(self, tasks: Sequence[Task], rank: int) -> float:
-        """See `Durations`. Raises KeyError if no task of this rank, kind and shape was measured."""
-        size = len(tasks)
-        key = run_key(rank, tasks[0], size)
-        if key in self.runs:
-            return median(self.runs[key])
-        stem = run_key(rank, tasks[0], 0).removesuffix("0")
-        known = sorted((int(k.removeprefix(stem)), median(v)) for k, v in self.runs.items() if k.startswith(stem))
+        """See `Durations`. Raises KeyError if no task of this kind and shape was measured."""
+        task, size = tasks[0], len(tasks)
+        key = run_key(rank, task, size)
+        if key in self.medians:
+            return self.medians[key]
+        row = f"{task.kind}|{task.shape}|{task.judge}"
+        known = self._batches.get(f"{rank}|{row}") or self._batches.get(row)
         if not known:
-            raise KeyError(f"no cost was measured for {tasks[0].kind} {tasks[0].shape!r} on rank {rank}")
+            raise KeyError(f"no cost was measured for {task.kind} {task.shape!r}")
         (small, fast), (large, slow) = known[0], known[-1]
         if small == large:
             return fast * size / small
@@ -64,10 +91,7 @@ class CostTable(msgspec.Struct):
         """See `Durations`; the ranks are of one host and one kind of link, so they do not matter."""
         owner, _, part = tensor.rpartition(".")
         kind = owner.partition("/")[0]
-        key = f"{kind}.{part}"
-        if key not in self.moves:
-            raise KeyError(f"no cost was measured for moving {key}")
-        return median(self.moves[key])
+        return self._moves.get(f"{kind}.{part}", self._slowest_move)
 
 
 def run_key(rank: int, task: Task, size: int) -> str:

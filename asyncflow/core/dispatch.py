@@ -111,18 +111,27 @@ class Dispatcher:
         self._priority = {name: position for position, name in enumerate(plan.order)}
         self._ready: dict[int, list[str]] = {rank: [] for rank in sorted({r for rs in plan.ranks.values() for r in rs})}
         self._uses: Counter[tuple[str, int]] = Counter()
+        self._owner = {tensor: producer(tensor) for tensor in graph.consumers}
+        self._home = {tensor: plan.ranks[owner][0] for tensor, owner in self._owner.items()}
+        """The task and the rank that make each tensor."""
         for task in graph:
-            if self._is_gang(task.id):  # a gang reads its inputs where they lie
-                self._uses.update((tensor, self._home(tensor)) for tensor in task.inputs)
+            if task.id in graph.gangs:  # a gang reads its inputs where they lie
+                self._uses.update((tensor, self._home[tensor]) for tensor in task.inputs)
                 continue
             (rank,) = plan.ranks[task.id]
             self._uses.update((tensor, rank) for tensor in task.inputs)
-            self._missing[task.id] = {tensor for tensor in task.inputs if self._home(tensor) != rank}
+            self._missing[task.id] = {tensor for tensor in task.inputs if self._home[tensor] != rank}
+        self._to_judge = Counter(
+            (plan.ranks[task.id][0], task.kind, task.judge) for task in graph if task.kind in JUDGE_KINDS
+        )
         self._running: dict[int, Run] = {}
         self._running_on: dict[int, set[int]] = {}
         self._started: set[str] = set()
         self._moving: dict[int, Move] = {}
+        self._on_its_way: set[tuple[str, int]] = set()
         self._busy: set[int] = set()
+        self._changed: set[int] = set()
+        """Lanes that became idle or were given something ready since the last look."""
         self._ticket = 0
         self.sequence = 0
         """The last number given to something that moves."""
@@ -170,6 +179,7 @@ class Dispatcher:
                     self._queue_if_ready(name)
             case Done(ticket=ticket, rank=rank):
                 self._busy.discard(rank)
+                self._changed.add(rank)
                 self._running_on[ticket].discard(rank)
                 if not self._running_on[ticket]:
                     del self._running_on[ticket]
@@ -177,6 +187,7 @@ class Dispatcher:
                         yield from self._finish(name)
             case Moved(sequence=sequence):
                 move = self._moving.pop(sequence)
+                self._on_its_way.discard((move.tensor, move.target))
                 for name in self.graph.consumers[move.tensor]:
                     if move.target in self.plan.ranks[name] and move.tensor in self._missing[name]:
                         self._missing[name].discard(move.tensor)
@@ -191,7 +202,10 @@ class Dispatcher:
                 self.aborted = True
                 yield Abort(reason)
                 return
-        yield from self._start()
+        yield from self._start(self.plan.judge_wait)
+        if not self._running and not self._moving:  # judges wait for what needs the very batch they gather
+            self._changed.update(rank for rank, ready in self._ready.items() if ready)
+            yield from self._start(1)
 
     def _finish(self, name: str) -> Iterator[Command]:
         """A task ended: let its tensors go where they are needed, and its inputs go if it was their last user."""
@@ -201,11 +215,11 @@ class Dispatcher:
             self._queue_if_ready(successor)
         yield from self._release_inputs(name)
         for tensor in self.graph.outputs[name]:
-            source = self._home(tensor)
+            source = self._home[tensor]
             targets = {
                 rank
                 for consumer in self.graph.consumers[tensor]
-                if not self._is_gang(consumer) and consumer not in self._skipped
+                if consumer not in self.graph.gangs and consumer not in self._skipped
                 for rank in self.plan.ranks[consumer]
             }
             for target in sorted(targets - {source}):
@@ -213,6 +227,7 @@ class Dispatcher:
                 self._uses[tensor, source] += 1
                 move = Move(self.sequence, tensor, source, target)
                 self._moving[move.sequence] = move
+                self._on_its_way.add((tensor, target))
                 yield move
             if not self._uses[tensor, source]:  # all who wanted it were skipped
                 yield Drop(tensor, source)
@@ -223,6 +238,7 @@ class Dispatcher:
             return
         self._finished.add(name)
         self._skipped.add(name)
+        self._forget_judging((name,))
         for rank in self.plan.ranks[name]:
             if name in self._ready[rank]:
                 self._ready[rank].remove(name)
@@ -231,46 +247,63 @@ class Dispatcher:
             self._waiting_for[successor].discard(name)
             task = self.graph[successor]
             starved = name in task.values or name in map(producer, task.inputs)
-            if starved and not self._is_gang(successor):
+            if starved and successor not in self.graph.gangs:
                 yield from self._skip(successor)
             else:
                 self._queue_if_ready(successor)
 
     def _release_inputs(self, name: str) -> Iterator[Command]:
         for tensor in self.graph[name].inputs:
-            rank = self._home(tensor) if self._is_gang(name) else self.plan.ranks[name][0]
+            rank = self._home[tensor] if name in self.graph.gangs else self.plan.ranks[name][0]
             yield from self._release(tensor, rank)
 
     def _release(self, tensor: str, rank: int) -> Iterator[Command]:
         """One use of `tensor` on `rank` is over; drop it there after the last, unless it never got there."""
         self._uses[tensor, rank] -= 1
-        made = producer(tensor) in self._finished - self._skipped
-        on_its_way = any(move.tensor == tensor and move.target == rank for move in self._moving.values())
-        if made and not on_its_way and not self._uses[tensor, rank]:
+        owner = self._owner[tensor]
+        made = owner in self._finished and owner not in self._skipped
+        if made and not self._uses[tensor, rank] and (tensor, rank) not in self._on_its_way:
             yield Drop(tensor, rank)
 
     def _queue_if_ready(self, name: str) -> None:
         if not self._waiting_for[name] and not self._missing[name] and name not in self._finished:
             for rank in self.plan.ranks[name]:
                 insort(self._ready[rank], name, key=self._priority.__getitem__)
+                self._changed.add(rank)
 
-    def _start(self) -> Iterator[Command]:
+    def _start(self, judge_wait: int) -> Iterator[Command]:
         """Start the first ready task of every idle lane. A ready gang reserves its ranks until all of them are idle."""
-        for rank, ready in self._ready.items():
+        changed, self._changed = sorted(self._changed), set()
+        for rank in changed:
+            ready = self._ready[rank]
             if rank in self._busy or not ready:
                 continue
-            first = next(filter(self._is_gang, ready), ready[0])
-            if self._is_gang(first) and self._busy & set(self.plan.ranks[first]):
+            gang = next(filter(self.graph.gangs.__contains__, ready), None)
+            if gang is None:
+                tasks = self._first(rank, ready, judge_wait)
+            else:
+                tasks = () if self._busy & set(self.plan.ranks[gang]) else (gang,)
+            if tasks:
+                yield self._run(tasks)
+
+    def _first(self, rank: int, ready: list[str], judge_wait: int) -> tuple[str, ...]:
+        """The first ready task of a rank, or its first judge batch that is large enough; none if all are too small."""
+        small: set[tuple[Kind, str]] = set()
+        for name in ready:
+            task = self.graph[name]
+            judge = task.kind, task.judge
+            if task.kind not in JUDGE_KINDS:
+                return (name,)
+            if judge in small:
                 continue
-            task = self.graph[first]
-            tasks: tuple[str, ...] = (first,)
-            if task.kind in JUDGE_KINDS:
-                alike = [n for n in ready if (self.graph[n].kind, self.graph[n].judge) == (task.kind, task.judge)]
-                tasks = tuple(alike[: self.plan.judge_batch])
-            yield self._run(tasks)
+            alike = [n for n in ready if (self.graph[n].kind, self.graph[n].judge) == judge]
+            if len(alike) >= min(judge_wait, self._to_judge[rank, *judge]):
+                return tuple(alike[: self.plan.judge_batch])
+            small.add(judge)
+        return ()
 
     def _run(self, tasks: tuple[str, ...]) -> Run:
-        gang = self._is_gang(tasks[0])
+        gang = tasks[0] in self.graph.gangs
         ranks = self.plan.ranks[tasks[0]]
         self._ticket += 1
         self.sequence += gang
@@ -279,14 +312,17 @@ class Dispatcher:
         for rank in ranks:
             self._ready[rank] = [name for name in self._ready[rank] if name not in tasks]
         self._started.update(tasks)
+        self._forget_judging(tasks)
         self._busy.update(ranks)
         self._running[run.ticket] = run
         self._running_on[run.ticket] = set(ranks)
         return run
 
-    def _is_gang(self, name: str) -> bool:
-        return self.graph[name].kind is Kind.UPDATE
-
-    def _home(self, tensor: str) -> int:
-        """The rank that makes `tensor`."""
-        return self.plan.ranks[producer(tensor)][0]
+    def _forget_judging(self, tasks: tuple[str, ...]) -> None:
+        """These tasks are no longer waited for by a judge that gathers a batch."""
+        for name in tasks:
+            task = self.graph[name]
+            if task.kind in JUDGE_KINDS:
+                (rank,) = self.plan.ranks[name]
+                self._to_judge[rank, task.kind, task.judge] -= 1
+                self._changed.add(rank)  # those that are ready may now be all that are left

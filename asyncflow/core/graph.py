@@ -69,8 +69,8 @@ def producer(tensor: str) -> str:
 class Graph:
     """Tasks in the order they were declared, which is also their order of priority unless a plan says otherwise.
 
-    `successors[task]` are the tasks that wait for it, `consumers[tensor]` the tasks that read a tensor, and
-    `outputs[task]` the tensors of a task that somebody reads, sorted.
+    `successors[task]` are the tasks that wait for it, `consumers[tensor]` the tasks that read a tensor,
+    `outputs[task]` the tensors of a task that somebody reads, sorted; `gangs` are the tasks that several ranks run.
     """
 
     def __init__(self, tasks: Iterable[Task]) -> None:
@@ -78,6 +78,7 @@ class Graph:
         for task in tasks:
             assert task.id not in self.tasks, f"task {task.id} is declared twice"
             self.tasks[task.id] = task
+        self.gangs = frozenset(task.id for task in self.tasks.values() if task.kind is Kind.UPDATE)
         self.successors: dict[str, list[str]] = {name: [] for name in self.tasks}
         self.consumers: dict[str, list[str]] = {}
         for task in self.tasks.values():

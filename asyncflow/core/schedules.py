@@ -12,7 +12,7 @@ import msgspec
 from asyncflow.core.graph import JUDGE_KINDS, LOCAL_KINDS, Graph, Kind, Task
 from asyncflow.core.plan import CONTROLLER, Cluster, Plan
 
-Name = Literal["colocated", "async-reward"]
+Name = Literal["colocated", "async-reward", "async-train", "merged-replay", "stagebreaker"]
 NAMES: tuple[Name, ...] = get_args(Name)
 
 
@@ -27,13 +27,14 @@ def cluster(name: Name, ranks: int, reward_ranks: int) -> Cluster:
     if name == "colocated":
         if reward_ranks:
             raise ValueError(f"the colocated schedule has no reward ranks, got {reward_ranks}; every rank judges")
-        return Cluster(policy=everyone, judges=everyone)
+        return Cluster(actors=everyone, policy=everyone, judges=everyone)
     if not 1 <= reward_ranks < ranks:
         raise ValueError(
             f"the {name} schedule needs at least 1 reward rank and at least 1 actor: "
             f"{reward_ranks} reward ranks of {ranks} ranks cannot be"
         )
-    return Cluster(policy=everyone[: ranks - reward_ranks], judges=everyone[ranks - reward_ranks :])
+    actors, judges = everyone[: ranks - reward_ranks], everyone[ranks - reward_ranks :]
+    return Cluster(actors=actors, policy=everyone if name == "stagebreaker" else actors, judges=judges)
 
 
 def schedule(
@@ -41,16 +42,18 @@ def schedule(
 ) -> tuple[Graph, Plan]:
     """The graph and the plan of `dataflow` under schedule `name`.
 
-    colocated: barriers between rollout (with decode), scoring and training. async-reward: judges on their own ranks
-    take videos as they come, and a barrier between scoring and training. `forward_replays` adds the forward-only replay
-    of every trajectory before its training replay that the StageBreaker paper gives both (its section 5.1).
+    From the StageBreaker paper, section 5.5. colocated: barriers between rollout (with decode), scoring and training.
+    async-reward: judges on their own ranks take videos as they come; a barrier between scoring and training.
+    async-train: without that barrier. merged-replay: without the forward-only replays that async-train always has, and
+    the first two with `forward_replays`. stagebreaker: reward ranks are policy ranks too; `search` finds who does what.
     """
     tasks = list(dataflow)
-    if forward_replays:
+    if name == "async-train" or (forward_replays and name in ("colocated", "async-reward")):
         tasks = _with_forward_replays(tasks)
     if name == "colocated":
         tasks = _with_barrier(tasks, "rollout", (Kind.ROLLOUT, Kind.DECODE), tuple(JUDGE_KINDS))
-    tasks = _with_barrier(tasks, "scoring", (Kind.ADVANTAGE,), (Kind.FORWARD, Kind.REPLAY))
+    if name in ("colocated", "async-reward"):
+        tasks = _with_barrier(tasks, "scoring", (Kind.ADVANTAGE,), (Kind.FORWARD, Kind.REPLAY))
     graph = Graph(tasks)
     return graph, Plan(_place(graph, ranks), tuple(graph.tasks), judge_batch)
 
@@ -91,8 +94,8 @@ def _with_barrier(tasks: list[Task], name: str, before: tuple[Kind, ...], after:
 
 
 def _place(graph: Graph, ranks: Cluster) -> dict[str, tuple[int, ...]]:
-    """Micro-batches go round the policy ranks and stay there; judging is where the frames are, or goes round judges."""
-    actors, judges = cycle(ranks.policy), cycle(ranks.judges)
+    """Micro-batches go round the actors and stay there; judging is where the frames are, or goes round judges."""
+    actors, judges = cycle(ranks.actors), cycle(ranks.judges)
     places: dict[str, tuple[int, ...]] = {}
     home: dict[tuple[int, tuple[int, ...]], int] = {}
     judge_of: dict[str, int] = {}
