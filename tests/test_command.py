@@ -63,7 +63,10 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
         ("--stepz 3", "No such option '--stepz'. (Did you mean one of: "),
         ("--steps many", "--steps: expected an integer of at least 1, got many"),
         ("--group-size 1", "--group-size: expected an integer of at least 2, got 1"),
-        ("--schedule fastest", "--schedule: expected one of async-reward, async-train, colocated, merged-replay, stagebreaker, got fastest"),
+        (
+            "--schedule fastest",
+            "--schedule: expected one of async-reward, async-train, colocated, merged-replay, stagebreaker, got fastest",
+        ),
         ("--ranks 0", "--ranks: expected at least 1, got 0"),
         ("--schedule async-reward --ranks 2 --reward-ranks 2", "--reward-ranks: the async-reward schedule needs"),
         ("--schedule async-reward --ranks 1", "--reward-ranks: the async-reward schedule needs at least 1 reward rank"),
