@@ -59,6 +59,13 @@ class Algorithm(Protocol):
     def advantages(self, group: int, rewards: Mapping[int, Tensor]) -> GroupAdvantages:
         """The advantages of `group` from the rewards [G, R], NaN where invalid, of it or of all groups."""
 
+    def weights(self, units: Tensor, old_units: Tensor, trained: Tensor) -> Tensor:
+        """How few sums of a candidate's unit gradients hold the gradient of any loss: rows [n, W, U], float64.
+
+        Whatever the rewards, dL/du must be a combination of a candidate's rows. Rows that are alike for a whole
+        micro-batch are kept once. The unit matrix keeps every unit. Engines call it too.
+        """
+
     def loss(self, units: Tensor, old_units: Tensor, advantages: Tensor, trained: Tensor) -> Loss:
         """The loss over a mini-batch of n candidates: units [n, U], advantages [n, R], trained [n, U] bool, float64."""
 

@@ -68,10 +68,10 @@ class DanceGRPOConfig(RunConfig, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class DanceGRPO:
-    """The algorithm; `weights` [R] are the rewards' weights in the loss."""
+    """The algorithm; `reward_weights` [R] are the rewards' in the loss."""
 
     config: DanceGRPOConfig
-    weights: tuple[float, ...]
+    reward_weights: tuple[float, ...]
 
     @functools.cached_property
     def kernel(self) -> Kernel:
@@ -126,18 +126,27 @@ class DanceGRPO:
         half = min(self.config.best_of_n, int(valid.sum())) // 2
         if not half:
             return valid
-        score = advantages @ torch.tensor(self.weights, dtype=advantages.dtype)
+        score = advantages @ torch.tensor(self.reward_weights, dtype=advantages.dtype)
         ranked = [i for i in score.argsort(stable=True).tolist() if valid[i]]
         kept = torch.zeros_like(valid)
         kept[ranked[:half] + ranked[-half:]] = True
         return kept
+
+    def weights(self, units: Tensor, old_units: Tensor, trained: Tensor) -> Tensor:
+        """g+ and g- (StageBreaker, Eq. 7): rho where rho <= 1 + clip, and where rho >= 1 - clip; alike if none clips.
+
+        The sign of an advantage decides which of them its surrogate has, so with several rewards both may count.
+        """
+        ratio = (units - old_units).exp()
+        sides = (ratio <= 1 + self.config.clip, ratio >= 1 - self.config.clip)
+        return torch.stack([torch.where(side & trained, ratio, 0.0) for side in sides], dim=1)
 
     def loss(self, units: Tensor, old_units: Tensor, advantages: Tensor, trained: Tensor) -> Loss:
         """mean max(-A rho, -A clip(rho)), one clipped loss a reward, weighted (train_grpo_hunyuan.py:436-479)."""
         ratio = (units - old_units).exp()
         clipped = ratio.clamp(1 - self.config.clip, 1 + self.config.clip)
         total = torch.zeros((), dtype=units.dtype)
-        for advantage, weight in zip(advantages.unbind(dim=1), self.weights, strict=True):
+        for advantage, weight in zip(advantages.unbind(dim=1), self.reward_weights, strict=True):
             surrogate = torch.maximum(-advantage[:, None] * ratio, -advantage[:, None] * clipped)
             total = total + weight * surrogate[trained].mean()
         inside = ratio.detach()[trained]

@@ -55,6 +55,7 @@ class Prepared:
             device=pick_device(config.device, rank),
             kernel=run.algorithm.kernel,
             units=run.algorithm.units,
+            weights=run.algorithm.weights,
             adapter=AdapterSettings(rank=config.lora_rank, alpha=config.lora_alpha),
             optimizer=OptimizerSettings(
                 lr=config.lr,

@@ -16,6 +16,7 @@ from algorithms.prompts import Prompt
 from asyncflow.core.graph import Graph, Kind, Task, producer
 from asyncflow.engine import Invalid
 from asyncflow.randomness import derive_seed
+from engines.gradients import distinct, solve
 from engines.orders import CheckpointOrder, ExportOrder, JudgeOrder, ReplayOrder, RolloutOrder, UpdateOrder
 from engines.rewards.registry import WeightedReward
 
@@ -122,8 +123,13 @@ class StepProgram(SamplingProgram):
         (task, *_) = tasks
         match task.kind:
             case Kind.FORWARD | Kind.REPLAY:
-                prompts = tuple(sample.prompt for sample in self._batch(task))
-                return ReplayOrder(prompts, self._replayed_steps(task))
+                steps = list(self._replayed_steps(task))
+                return ReplayOrder(
+                    tuple(sample.prompt for sample in self._batch(task)),
+                    tuple(steps),
+                    _old_units(task, values)[:, steps].tolist(),
+                    self._trained[task.group][list(task.candidates)][:, steps].tolist(),
+                )
             case Kind.UPDATE:
                 return UpdateOrder(self._coefficients(task, values))
             case _:
@@ -173,19 +179,16 @@ class StepProgram(SamplingProgram):
         return tuple(chosen.nonzero().flatten().tolist())
 
     def _coefficients(self, update: Task, values: Mapping[str, Any]) -> dict[str, list[list[float]]]:
-        """dL/du for every candidate and replayed step of a mini-batch, by replay task; none if nobody was kept."""
+        """The coefficients of the sums that each replay of a mini-batch kept; none if nobody was kept."""
         replays = [t for t in self.graph.of(Kind.REPLAY) if t.id in update.values and t.id in values]
         if not replays:
             return {}
         units, old, advantages, trained = [], [], [], []
-        width = self._trained[0].shape[1]
         for task in replays:
-            place, candidates, steps = task.id.partition("/")[2], list(task.candidates), self._replayed_steps(task)
-            new = torch.zeros(len(candidates), width, dtype=torch.float64)
-            new[:, steps] = torch.tensor(values.get(f"forward/{place}", values[task.id]), dtype=torch.float64)
-            of_group = self.report.advantages[task.group]
-            units.append(new)
-            old.append(torch.tensor(values[f"rollout/{place}"], dtype=torch.float64))
+            candidates, of_group = list(task.candidates), self.report.advantages[task.group]
+            forward = values.get(f"forward/{task.id.partition('/')[2]}", values[task.id])
+            units.append(self._all_steps(task, forward))
+            old.append(_old_units(task, values))
             advantages.append(of_group.advantages[candidates])
             trained.append(self._trained[task.group][candidates] & of_group.kept[candidates, None])
         mask = torch.cat(trained)
@@ -198,9 +201,27 @@ class StepProgram(SamplingProgram):
         self.report.losses.append(loss)
         parts = made.split([len(task.candidates) for task in replays])
         return {
-            task.id: part[:, list(self._replayed_steps(task))].tolist()
-            for task, part in zip(replays, parts, strict=True)
+            task.id: self._of_sums(task, part, before, values).tolist()
+            for task, part, before in zip(replays, parts, old, strict=True)
         }
+
+    def _of_sums(self, task: Task, made: Tensor, old: Tensor, values: Mapping[str, Any]) -> Tensor:
+        """From dL/du [n, K - 1] of a replay's candidates to the coefficients [n, W] of the sums that its rank keeps."""
+        steps = list(self._replayed_steps(task))
+        units = torch.tensor(values[task.id], dtype=torch.float64)
+        trained = self._trained[task.group][list(task.candidates)][:, steps]
+        return solve(distinct(self._algorithm.weights(units, old[:, steps], trained)), made[:, steps])
+
+    def _all_steps(self, task: Task, units: list[list[float]]) -> Tensor:
+        """The units of the steps that were replayed, among all stochastic steps [n, K - 1]; 0 for the others."""
+        every = torch.zeros(len(task.candidates), self._trained[0].shape[1], dtype=torch.float64)
+        every[:, list(self._replayed_steps(task))] = torch.tensor(units, dtype=torch.float64)
+        return every
+
+
+def _old_units(task: Task, values: Mapping[str, Any]) -> Tensor:
+    """What the rollout of a replay's candidates recorded, [n, K - 1]."""
+    return torch.tensor(values[f"rollout/{task.id.partition('/')[2]}"], dtype=torch.float64)
 
 
 class CheckpointProgram:

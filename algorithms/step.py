@@ -118,7 +118,7 @@ def _replay(group: int, batch: tuple[int, ...], mini_batch: int, after: tuple[st
     inputs = tuple(f"rollout/{place}.{part}" for part in REPLAYED)
     return Task(
         f"replay/{place}", Kind.REPLAY, f"b{len(batch)}", inputs,
-        after=after, group=group, mini_batch=mini_batch, candidates=batch,
+        values=(f"rollout/{place}",), after=after, group=group, mini_batch=mini_batch, candidates=batch,
     )
 
 

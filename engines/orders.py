@@ -13,10 +13,15 @@ class RolloutOrder(msgspec.Struct, frozen=True):
 
 
 class ReplayOrder(msgspec.Struct, frozen=True):
-    """Replay the trajectories of these prompts at the denoising `steps`."""
+    """Replay the trajectories of these prompts at the denoising `steps`.
+
+    For each candidate and step: the unit that the rollout recorded, and whether it is trained.
+    """
 
     prompts: tuple[str, ...]
     steps: tuple[int, ...]
+    old_units: list[list[float]]
+    trained: list[list[bool]]
 
 
 class JudgeOrder(msgspec.Struct, frozen=True):
@@ -33,7 +38,7 @@ class ExportOrder(msgspec.Struct, frozen=True):
 
 
 class UpdateOrder(msgspec.Struct, frozen=True):
-    """Take one optimizer step; `coefficients[replay task]` is a row for each candidate, an entry for each unit."""
+    """Take one optimizer step; `coefficients[replay task]` is a row a candidate, an entry for each sum it keeps."""
 
     coefficients: dict[str, list[list[float]]]
 

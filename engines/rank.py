@@ -20,7 +20,7 @@ from asyncflow.engine import Invalid, Result, Work
 from asyncflow.errors import ConfigError
 from asyncflow.video import write_mp4
 from engines.adapter import Adapter, AdapterSettings
-from engines.gradients import combine, combine_exact, from_fixed
+from engines.gradients import combine, combine_exact, compress, distinct, from_fixed
 from engines.kernel import Kernel, Units
 from engines.optimizer import Optimizer, OptimizerSettings, StepMetrics
 from engines.orders import CheckpointOrder, ExportOrder, JudgeOrder, ReplayOrder, RolloutOrder, UpdateOrder
@@ -39,14 +39,15 @@ OPTIMIZER_FILE = "optimizer.pt"
 class PolicyJob:
     """What a policy rank needs.
 
-    `prompts` are all that the run will ever sample. It starts from the checkpoint's files in `resume`, else from the
-    weights of `init_adapter`, else from a fresh adapter.
+    `kernel`, `units` and `weights` are the algorithm's. `prompts` are all that the run will ever sample. It starts from
+    the checkpoint's files in `resume`, else from the weights of `init_adapter`, else from a fresh adapter.
     """
 
     model: Path
     device: str
     kernel: Kernel
     units: Units
+    weights: Callable[[Tensor, Tensor, Tensor], Tensor]
     adapter: AdapterSettings
     optimizer: OptimizerSettings
     prompts: Sequence[str]
@@ -122,13 +123,15 @@ class PolicyEngine:
         return Result(values={work.tasks[0].id: units.tolist()})
 
     def replay(self, work: Work) -> Result:
-        """The units of a micro-batch as value, and their `gradients` [B, U, P]."""
+        """The units of a micro-batch as value, and the weighted sums of their `gradients` [B, W, P]."""
         order = convert(work.payload, ReplayOrder)
         made = replay(
             self._policy, self._adapter, self._trajectory(work), self._text(order.prompts), self._job.units, order.steps
         )
+        old, trained = torch.tensor(order.old_units, dtype=torch.float64), torch.tensor(order.trained)
+        weights = distinct(self._job.weights(made.units.cpu().double(), old, trained))
         (task,) = work.tasks
-        return Result({f"{task.id}.gradients": made.gradients}, {task.id: made.units.tolist()})
+        return Result({f"{task.id}.gradients": compress(made.gradients, weights)}, {task.id: made.units.tolist()})
 
     def update(self, work: Work) -> Result:
         """One optimizer step of the gang, from the unit gradients that lie here and those of the other ranks.

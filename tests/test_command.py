@@ -65,7 +65,8 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
         ("--group-size 1", "--group-size: expected an integer of at least 2, got 1"),
         (
             "--schedule fastest",
-            "--schedule: expected one of async-reward, async-train, colocated, merged-replay, stagebreaker, got fastest",
+            "--schedule: expected one of async-reward, async-train, colocated, merged-replay, stagebreaker, "
+            "got fastest",
         ),
         ("--ranks 0", "--ranks: expected at least 1, got 0"),
         ("--schedule async-reward --ranks 2 --reward-ranks 2", "--reward-ranks: the async-reward schedule needs"),

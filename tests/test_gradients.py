@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from asyncflow.errors import TrainingError
-from engines.gradients import combine, combine_exact, from_fixed, to_fixed
+from engines.gradients import combine, combine_exact, compress, distinct, from_fixed, solve, to_fixed
 
 GENERATOR = torch.Generator().manual_seed(0)
 COEFFICIENTS = torch.randn(12, 3, generator=GENERATOR) / 12
@@ -79,3 +79,35 @@ def test_fixed_point_resolution() -> None:
     values = torch.tensor([1.0, -0.375, 3e-15, 2.0**-50])
     fixed = torch.cat([to_fixed(values, 1), torch.zeros(1, dtype=torch.int64)])
     torch.testing.assert_close(from_fixed(fixed), values, rtol=0, atol=2.0**-51)
+
+
+def test_sums_with_solved_coefficients_are_the_gradient():
+    """Two weighted sums of four units hold any coefficients that are a combination of the weights, to 1e-12."""
+    generator = torch.Generator().manual_seed(1)
+    gradients = torch.randn(3, 4, 7, dtype=torch.float64, generator=generator)
+    weights = torch.randn(3, 2, 4, dtype=torch.float64, generator=generator)
+    weights[1, 1] = weights[1, 0]  # for one candidate both sums are the same
+    coefficients = torch.einsum("nw,nwu->nu", torch.randn(3, 2, dtype=torch.float64, generator=generator), weights)
+    alpha = solve(weights, coefficients)
+    expected = torch.einsum("nu,nup->p", coefficients, gradients)
+    found = torch.einsum("nw,nwp->p", alpha, compress(gradients, weights))
+    assert (found - expected).norm() <= 1e-12 * expected.norm()
+
+
+def test_a_wrong_weight_stops_the_run():
+    """An error of 1 % in one weight leaves a residual; coefficients that are zero or not finite are no error."""
+    weights = torch.tensor([[[1.0, 2.0, 0.5]]], dtype=torch.float64)
+    coefficients = torch.tensor([[-0.2, -0.4, -0.1]], dtype=torch.float64)
+    assert solve(weights, coefficients).item() == pytest.approx(-0.2)
+    wrong = weights * torch.tensor([1.0, 1.01, 1.0], dtype=torch.float64)
+    with pytest.raises(TrainingError, match="do not fit the loss"):
+        solve(wrong, coefficients)
+    assert solve(weights, torch.zeros(1, 3, dtype=torch.float64)).item() == 0.0
+    assert solve(weights, torch.full((1, 3), torch.nan, dtype=torch.float64)).isnan().all()
+
+
+def test_rows_that_are_alike_for_all_candidates_are_kept_once():
+    same = torch.ones(2, 2, 3)
+    assert distinct(same).shape == (2, 1, 3)
+    same[1, 1, 2] = 0.0
+    assert torch.equal(distinct(same), same)

@@ -11,7 +11,7 @@ from algorithms.algorithm import coefficients
 from algorithms.dancegrpo import DanceGRPO, DanceGRPOConfig
 from asyncflow.errors import ConfigError
 from engines.adapter import Adapter, AdapterSettings
-from engines.gradients import combine
+from engines.gradients import combine, compress, distinct, solve
 from engines.kernel import chunk_unit
 from engines.replay import replay
 from engines.rollout import Seeds, rollout
@@ -128,6 +128,11 @@ def test_coefficients_and_unit_gradients_are_the_gradient_of_the_loss():
     made = replay(policy, adapter, trajectory, text, some.units)
     c, loss = coefficients(some, made.units.double(), trajectory.units.double(), advantages, trained)
     combined = combine(c, made.gradients)
+    weights = distinct(some.weights(made.units.double(), trajectory.units.double(), trained))
+    assert weights.shape[1] == 2, "something is clipped"
+    torch.testing.assert_close(
+        combine(solve(weights, c), compress(made.gradients, weights)), combined, rtol=1e-4, atol=1e-6
+    )
     assert 0 < loss.metrics["actor/pg_clipfrac"] < 1
 
     vector = adapter.flatten().requires_grad_()

@@ -12,6 +12,8 @@ from algorithms.step import evaluation_graph, step_graph
 from asyncflow.core.graph import Graph
 from asyncflow.core.schedules import cluster, schedule
 from asyncflow.engine import Invalid
+from asyncflow.errors import TrainingError
+from engines.gradients import distinct
 from engines.orders import ExportOrder, JudgeOrder, ReplayOrder, RolloutOrder, UpdateOrder
 from engines.rewards.registry import WeightedReward
 from engines.rewards.testing import Brightness, BrightnessDuel
@@ -64,11 +66,25 @@ def order(program: StepProgram, update: str, values: dict[str, object]) -> Updat
     return program.payload((program.graph[update],), values)
 
 
+def by_unit(program: StepProgram, update: str, values: dict[str, object]) -> dict[str, list[list[float]]]:
+    """The coefficients of the units themselves, from those of the sums that the ranks keep."""
+    made = {}
+    for name, rows in order(program, update, values).coefficients.items():
+        replay = program.payload((program.graph[name],), values)
+        new, old = (torch.tensor(u, dtype=torch.float64) for u in (values[name], replay.old_units))
+        weights = distinct(program._algorithm.weights(new, old, torch.tensor(replay.trained)))
+        made[name] = torch.einsum("nw,nwu->nu", torch.tensor(rows, dtype=torch.float64), weights).tolist()
+    return made
+
+
 def test_orders_name_prompts_and_seeds_of_a_micro_batch():
     program = step()
     rollout = program.payload((program.graph["rollout/1/2"],), {})
     assert rollout == RolloutOrder(("prompt 1", "prompt 1"), ((1, 12), (1, 13)))
-    assert program.payload((program.graph["replay/1/2"],), {}) == ReplayOrder(("prompt 1", "prompt 1"), (0, 1))
+    old = [[0.5, 0.6], [0.7, 0.8]]
+    assert program.payload((program.graph["replay/1/2"],), {"rollout/1/2": old}) == ReplayOrder(
+        ("prompt 1", "prompt 1"), (0, 1), old, [[True, True]] * 2
+    )
     assert program.payload((program.graph["decode/1/2"],), {}) is None
 
 
@@ -97,12 +113,14 @@ def test_only_the_steps_that_someone_trains_are_replayed():
     """A micro-batch replays the union of its candidates' trained steps; its coefficients have that width."""
     some = torch.tensor([[True, False], [True, False], [True, False], [False, True]])
     program = step(trained=[some, some])
-    assert program.payload((program.graph["replay/0/0"],), {}).steps == (0,)
-    assert program.payload((program.graph["replay/0/2"],), {}).steps == (0, 1)
+    rolled = units(program.graph, [0, 1])
+    assert program.payload((program.graph["replay/0/0"],), rolled).steps == (0,)
+    both = program.payload((program.graph["replay/0/2"],), rolled)
+    assert (both.steps, both.trained) == ((0, 1), [[True, False], [False, True]])
     judge(program, {0: [1.0, 2.0, 3.0, 4.0], 1: [1.0, 2.0, 3.0, 4.0]})
     values = units(program.graph, [0, 1])
     values |= {f"replay/{group}/0": [[0.0], [0.0]] for group in (0, 1)}
-    made = order(program, "update/0", values).coefficients
+    made = by_unit(program, "update/0", values)
     assert [len(row) for row in made["replay/0/0"]] == [1, 1]
     assert made["replay/0/2"][0][1] == 0.0
     assert made["replay/0/2"][1][0] == 0.0
@@ -113,7 +131,7 @@ def test_coefficients_are_the_loss_over_the_whole_mini_batch():
     """At ratio 1: -A / (candidates x steps), A of the candidate's own group."""
     program = step()
     judge(program, {0: [0.0, 0.0, 1.0, 1.0], 1: [5.0, 6.0, 6.0, 5.0]})
-    made = order(program, "update/0", units(program.graph, [0, 1])).coefficients
+    made = by_unit(program, "update/0", units(program.graph, [0, 1]))
     size = 0.5 / math.sqrt(1 / 3) / (8 * STEPS)
     expected = {"0/0": (1, 1), "0/2": (-1, -1), "1/0": (1, -1), "1/2": (-1, 1)}
     assert set(made) == {f"replay/{place}" for place in expected}
@@ -121,6 +139,21 @@ def test_coefficients_are_the_loss_over_the_whole_mini_batch():
         for row, sign in zip(made[f"replay/{place}"], signs, strict=True):
             assert row == pytest.approx([sign * size] * STEPS)
     assert program.report.start_deviation == 0.0
+
+
+def test_one_sum_a_candidate_while_nothing_is_clipped_and_two_afterwards():
+    """Coefficients have an entry for each sum that a rank keeps; of a clipped candidate the side of its sign counts."""
+    program = step(groups=1)
+    judge(program, {0: [0.0, 0.0, 1.0, 1.0]})
+    values = units(program.graph, [0])
+    assert {len(row) for rows in order(program, "update/0", values).coefficients.values() for row in rows} == {1}
+    values["replay/0/0"] = [[0.5, 0.0], [-0.5, 0.0]]
+    made = order(program, "update/0", values).coefficients
+    assert {len(row) for row in made["replay/0/0"]} == {2}
+    assert {len(row) for row in made["replay/0/2"]} == {1}
+    losing = by_unit(program, "update/0", values)["replay/0/0"]
+    assert losing[0][0] > 0, "a loser that became likelier is pushed back"
+    assert losing[1][0] == pytest.approx(0, abs=1e-15), "one that became unlikelier is clipped"
 
 
 def test_a_mini_batch_is_a_loss_of_its_own():
@@ -139,9 +172,13 @@ def test_forward_replays_give_the_new_units():
     """With them an update's ratio comes from the forward-only replay, as in the systems that have one."""
     program = step(groups=1, forward_replays=True)
     judge(program, {0: [0.0, 0.0, 1.0, 1.0]})
-    values = units(program.graph, [0], new=3.0) | {f"forward/0/{first}": [[0.0] * STEPS] * 2 for first in (0, 2)}
+    values = units(program.graph, [0])
+    values |= {f"forward/0/{first}": values[f"replay/0/{first}"] for first in (0, 2)}
     order(program, "update/0", values)
     assert program.report.losses[0].metrics["actor/ratio_mean"] == 1.0
+    values |= {f"forward/0/{first}": [[3.0, 0.1]] * 2 for first in (0, 2)}
+    with pytest.raises(TrainingError, match="do not fit the loss"):  # the replay's ratios are others
+        order(program, "update/0", values)
 
 
 def test_replays_that_nobody_needs_are_named():
@@ -157,13 +194,13 @@ def test_coefficients_leave_out_who_is_not_kept():
     """A skipped replay is in no denominator, and a candidate that is not kept has exact zeros."""
     program = step(groups=1, best_of_n=2)
     assert judge(program, {0: [1.0, 0.0, 0.6, 0.5]}) == ["replay/0/2"]
-    made = order(program, "update/0", units(program.graph, [0], skipped=("replay/0/2",))).coefficients
+    made = by_unit(program, "update/0", units(program.graph, [0], skipped=("replay/0/2",)))
     assert set(made) == {"replay/0/0"}
     deviation = torch.tensor([1.0, 0.0, 0.6, 0.5]).double().std().item()
     assert made["replay/0/0"][0] == pytest.approx([-(1 - 0.525) / deviation / (2 * STEPS)] * STEPS)
     other = step(groups=1, best_of_n=2)
     judge(other, {0: [1.0, 0.6, 0.0, 0.5]})
-    made = order(other, "update/0", units(other.graph, [0])).coefficients
+    made = by_unit(other, "update/0", units(other.graph, [0]))
     assert made["replay/0/0"][1] == made["replay/0/2"][1] == [0.0] * STEPS
 
 
@@ -173,7 +210,7 @@ def test_an_invalid_reward_is_reported_and_masked():
     assert judge(program, {0: [1.0, Invalid("no object"), 0.0, 0.5]}) == []
     assert program.report.invalid == ["brightness of candidate 1 of prompt 'prompt 0': no object"]
     assert program.report.rewards[0].isnan().flatten().tolist() == [False, True, False, False]
-    made = order(program, "update/0", units(program.graph, [0])).coefficients
+    made = by_unit(program, "update/0", units(program.graph, [0]))
     assert made["replay/0/0"][1] == [0.0] * STEPS
     assert all(math.isfinite(c) for rows in made.values() for row in rows for c in row)
 

@@ -29,12 +29,18 @@ def job(tiny_model) -> PolicyJob:
         device="cpu",
         kernel=kernel,
         units=LogProbUnits(kernel, "mean"),
+        weights=every_unit,
         adapter=AdapterSettings(rank=2, alpha=4.0),
         optimizer=OptimizerSettings(lr=0.05),
         prompts=PROMPTS,
         seed=3,
         exact=False,
     )
+
+
+def every_unit(units: torch.Tensor, old_units: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
+    """Weights that keep every unit's gradient by itself."""
+    return torch.eye(units.shape[1], dtype=units.dtype).expand(len(units), -1, -1)
 
 
 def changed(job: PolicyJob, **changes: object) -> PolicyEngine:
@@ -54,7 +60,9 @@ def sampled(engine: PolicyEngine, prompts=PROMPTS, seeds=SEEDS) -> Result:
 
 
 def replayed(engine: PolicyEngine, rollout: Result, kind: Kind = Kind.REPLAY, steps=(0, 1)) -> Result:
-    return run(engine, kind, ReplayOrder(PROMPTS, steps), rollout.tensors)
+    """What was replayed, with the algorithm's weights for units that are all trained."""
+    old = [[row[step] for step in steps] for row in rollout.values["rollout/0/0"]]
+    return run(engine, kind, ReplayOrder(PROMPTS, steps, old, [[True] * len(steps)] * len(old)), rollout.tensors)
 
 
 def updated(engine: PolicyEngine, gradients: torch.Tensor, coefficients: list[list[float]]) -> dict[str, object]:
