@@ -75,7 +75,8 @@ def start_ranks(ranks: int, module: str, arguments: Sequence[str]) -> int:
         max_nodes=1,
         nproc_per_node=ranks,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",  # the host has no need of a name
         run_id=f"asyncflow-{os.getpid()}",
         max_restarts=0,
         monitor_interval=0.1,
