@@ -7,6 +7,7 @@ import click
 
 from algorithms.dancegrpo import main as dancegrpo
 from algorithms.generate import main as generate
+from algorithms.plan import main as plan
 from asyncflow import __version__
 from asyncflow.options import run
 
@@ -19,6 +20,7 @@ def asyncflow() -> None:
 
 asyncflow.add_command(dancegrpo)
 asyncflow.add_command(generate)
+asyncflow.add_command(plan)
 
 
 def main() -> None:

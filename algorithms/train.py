@@ -25,6 +25,7 @@ from algorithms.step import checkpoint_graph, evaluation_graph, step_graph
 from asyncflow import checkpoint, perfetto
 from asyncflow.config import dump
 from asyncflow.controller import Controller
+from asyncflow.core.bounds import best_bound
 from asyncflow.core.cost import CostTable
 from asyncflow.core.graph import Graph
 from asyncflow.core.plan import Cluster, Plan
@@ -66,17 +67,7 @@ class Run:
 
     def step(self) -> tuple[Graph, Plan]:
         """The graph and the plan of an RL step."""
-        config = self.config
-        return self.scheduled(
-            step_graph(
-                config.prompts_per_step,
-                config.group_size,
-                mini_batches=config.mini_batches,
-                task_batch=config.task_batch,
-                rewards=self.rewards,
-                global_statistics=self.algorithm.global_statistics,
-            )
-        )
+        return self.scheduled(dataflow(self.config, self.algorithm, self.rewards))
 
     def scheduled(self, dataflow: Graph) -> tuple[Graph, Plan]:
         """`dataflow` under the run's schedule."""
@@ -90,6 +81,18 @@ class Run:
         )
         plan.validate(graph, self.cluster)
         return graph, plan
+
+
+def dataflow(config: RunConfig, algorithm: Algorithm, rewards: Sequence[WeightedReward]) -> Graph:
+    """The graph of an RL step, with no schedule's edges."""
+    return step_graph(
+        config.prompts_per_step,
+        config.group_size,
+        mini_batches=config.mini_batches,
+        task_batch=config.task_batch,
+        rewards=rewards,
+        global_statistics=algorithm.global_statistics,
+    )
 
 
 async def train(run: Run, controller: Controller) -> None:
@@ -215,12 +218,14 @@ class _Loop:
         checkpoint.prune(root, run.config.keep_checkpoints, {run.progress.best_step})
 
     def _predicted(self) -> Metrics:
-        """The step's time as simulated from the costs of earlier steps, once each of its tasks was seen."""
+        """The step's time as simulated, and what no plan could beat, once costs of each of its tasks were seen."""
         costs = self.run.progress.costs.estimates()
         try:
-            return {"timing_s/simulated": simulate(self.graph, self.planner.plan, costs).seconds}
+            simulated = simulate(self.graph, self.planner.plan, costs).seconds
+            bound = best_bound(self.graph, self.run.cluster, costs, judge_batch=self.run.config.judge_batch)
         except KeyError:
             return {}
+        return {"timing_s/simulated": simulated, "timing_s/bound": bound.seconds, "perf/bound_by": bound.by}
 
 
 @contextmanager

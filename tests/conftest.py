@@ -25,7 +25,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 # What libraries open once and keep until the process ends.
-LIBRARY_OWNED = re.compile(r"/dev/(null|u?random|nvidia.*)|.*\.so(\.[\d.]+)?|/(sys|proc)/.*")
+LIBRARY_OWNED = re.compile(r"/dev/(null|u?random|nvidia.*)|.*\.(so(\.[\d.]+)?|ttf)|/(sys|proc)/.*")
 TRACKER = "multiprocessing.resource_tracker"
 SHARED_MEMORY = ("asyncflow", "psm_", "sem.mp-", "torch_")  # what Python, torch and we may name there; others run too
 PATIENCE_S = 2.0

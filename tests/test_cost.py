@@ -5,9 +5,10 @@ from random import Random
 import msgspec
 import pytest
 
-from asyncflow.core.cost import CostTable
+from asyncflow.core.cost import BatchSeconds, CostTable, StatedCosts
 from asyncflow.core.dispatch import Move, Run
 from asyncflow.core.graph import Graph, Kind, Task
+from asyncflow.core.plan import CONTROLLER
 from asyncflow.core.schedules import cluster, schedule
 from asyncflow.core.simulate import simulate
 from asyncflow.core.trace import DEVICE, Trace
@@ -121,3 +122,25 @@ def test_every_span_of_a_random_step_has_a_cost_afterwards():
             assert table.run([graph[name] for name in span.tasks], span.rank) >= 0.0
         else:
             assert table.move(f"{span.tasks[0]}.{span.name}", 0, 1) >= 1.0
+
+
+def test_no_batch_takes_less_than_no_time():
+    """A line through noisy medians may fall; it is not followed below 0."""
+    assert observed((2, 3.0), (4, 1.0)).estimates().run(SCORES[:8], 2) == 0.0
+
+
+def test_what_the_controller_computes_need_not_be_measured():
+    assert CostTable().estimates().run([Task("barrier/scoring", Kind.BARRIER)], CONTROLLER) == 0.0
+
+
+def test_stated_costs():
+    """By kind, by judge where that is stated, for each task or for a batch; the same on every rank."""
+    costs = StatedCosts({"score": 2.0, "score/quality": BatchSeconds(10.0, 1.0), "decode": 3.0}, transfer=0.5)
+    other = msgspec.structs.replace(SCORES[0], judge="motion")
+    assert [costs.run(SCORES[:n], 0) for n in (1, 3)] == [11.0, 13.0]
+    assert [costs.run([other] * n, 1) for n in (1, 3)] == [2.0, 6.0]
+    assert costs.run([GRAPH["decode/0"]], 2) == 3.0
+    assert costs.run([Task("advantage/0", Kind.ADVANTAGE)], CONTROLLER) == 0.0
+    assert costs.move("rollout/0.path", 0, 1) == 0.5
+    with pytest.raises(KeyError, match="no cost is stated for rollout"):
+        costs.run([GRAPH["rollout/0"]], 0)

@@ -115,7 +115,8 @@ def test_every_step_writes_its_metrics(torchrun, uninterrupted):
             "timing_s/step", "timing_s/rollout", "timing_s/replay", "rank/0/busy", "rank/1/busy", "weights/sha256",
         } <= set(line)  # fmt: skip
         assert line["critic/reward/brightness-duel/mean"] == pytest.approx(0.5)
-    assert "timing_s/simulated" in last
+    assert 0 < last["timing_s/bound"] <= last["timing_s/simulated"] * (1 + 1e-9)
+    assert last["perf/bound_by"]
     assert start["val/judged"] == last["val/judged"] == 4
     assert start["val/rewards/mean"] != last["val/rewards/mean"]  # the same noise under other weights
     assert "val/rewards/mean" not in first

@@ -1,17 +1,19 @@
-"""How long tasks and transfers take: measured durations, and the estimate made from them.
+"""How long tasks and transfers take: measured durations and the estimate made from them, or what a person states.
 
 The controller feeds a table with every step's trace; the simulator asks it. All times are seconds.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
-from asyncflow.core.graph import Graph, Task
+from asyncflow.core.graph import LOCAL_KINDS, Graph, Task
 from asyncflow.core.trace import DEVICE, Trace
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Durations(Protocol):
@@ -73,25 +75,60 @@ class Estimates:
         }
 
     def run(self, tasks: Sequence[Task], rank: int) -> float:
-        """See `Durations`. Raises KeyError if no task of this kind and shape was measured."""
+        """See `Durations`. Raises KeyError if no task of this kind and shape was measured, but for the controller's."""
         task, size = tasks[0], len(tasks)
         key = run_key(rank, task, size)
         if key in self.medians:
             return self.medians[key]
         row = f"{task.kind}|{task.shape}|{task.judge}"
         known = self._batches.get(f"{rank}|{row}") or self._batches.get(row)
+        if not known and task.kind in LOCAL_KINDS:
+            return 0.0
         if not known:
             raise KeyError(f"no cost was measured for {task.kind} {task.shape!r}")
         (small, fast), (large, slow) = known[0], known[-1]
         if small == large:
             return fast * size / small
-        return fast + (slow - fast) * (size - small) / (large - small)
+        return max(0.0, fast + (slow - fast) * (size - small) / (large - small))
 
     def move(self, tensor: str, source: int, target: int) -> float:
         """See `Durations`; the ranks are of one host and one kind of link, so they do not matter."""
         owner, _, part = tensor.rpartition(".")
         kind = owner.partition("/")[0]
         return self._moves.get(f"{kind}.{part}", self._slowest_move)
+
+
+class BatchSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a judge batch takes: `batch` seconds, and `each` more for every task in it."""
+
+    batch: Seconds
+    each: Seconds
+
+
+class StatedCosts:
+    """Durations by kind, or by kind/judge, as a person writes them, and of any transfer; alike for all ranks.
+
+    What the controller computes takes no time.
+    """
+
+    def __init__(self, seconds: Mapping[str, float | BatchSeconds], transfer: float = 0.0) -> None:
+        self._seconds, self._transfer = seconds, transfer
+
+    def run(self, tasks: Sequence[Task], rank: int) -> float:
+        """See `Durations`. Raises KeyError if nothing is stated of this kind."""
+        task = tasks[0]
+        if task.kind in LOCAL_KINDS:
+            return 0.0
+        stated = self._seconds.get(f"{task.kind}/{task.judge}", self._seconds.get(task.kind))
+        if stated is None:
+            raise KeyError(f"no cost is stated for {task.kind}")
+        if isinstance(stated, BatchSeconds):
+            return stated.batch + stated.each * len(tasks)
+        return stated * len(tasks)
+
+    def move(self, tensor: str, source: int, target: int) -> float:
+        """See `Durations`."""
+        return self._transfer
 
 
 def run_key(rank: int, task: Task, size: int) -> str:

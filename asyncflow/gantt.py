@@ -1,0 +1,97 @@
+"""A step's trace as a Gantt chart, in the terminal or as a picture: a row for each rank's device lane.
+
+`asyncflow plan` draws what it predicts, `python -m bench timeline` what a run measured.
+"""
+
+from pathlib import Path
+
+import click
+
+from asyncflow.core.plan import CONTROLLER
+from asyncflow.core.trace import DEVICE, Trace
+from asyncflow.errors import ConfigError
+
+STYLES = {
+    "rollout": ("R", "#4c78a8"), "decode": ("D", "#72b7b2"), "score": ("S", "#f58518"), "compare": ("C", "#f58518"),
+    "forward": ("F", "#bab0ac"), "replay": ("P", "#54a24b"), "update": ("U", "#e45756"),
+    "checkpoint": ("K", "#9d755d"), "export": ("E", "#b279a2"),
+}  # fmt: skip
+"""The letter and the colour of each kind."""
+
+
+def chart(trace: Trace, width: int) -> str:
+    """The chart as lines of `width` characters: letters by kind, in colour where the terminal has it.
+
+    Each stands for what the rank did longest in its share of the step, a capital where a task begins; "·" is idle for
+    at least half of it.
+    """
+    ranks = _ranks(trace)
+    cells = max(width - len(f"rank {ranks[-1]}  "), 10)
+    lines = []
+    for rank in ranks:
+        shares: list[dict[str, float]] = [{"": 0.5} for _ in range(cells)]
+        begun = set()
+        for span in trace.device(rank):
+            start, end = (at * cells / trace.seconds if trace.seconds else 0.0 for at in (span.start, span.end))
+            begun.add((int(start), span.name))
+            for cell in range(int(start), min(int(end) + 1, cells)):
+                shares[cell][span.name] = shares[cell].get(span.name, 0.0) + min(end, cell + 1) - max(start, cell)
+        kinds = [max(share, key=share.__getitem__) for share in shares]
+        drawn = (
+            _cell(kind, begins=(cell, kind) in begun or kinds[cell - 1 : cell] != [kind])
+            for cell, kind in enumerate(kinds)
+        )
+        lines.append(f"{f'rank {rank}':{width - cells}}{''.join(drawn)}")
+    end_of_step = f"{trace.seconds:.1f} s"
+    lines.append(f"{'':{width - cells}}0 s{end_of_step:>{cells - 3}}")
+    lines.append("  ".join(f"{_cell(kind)} {kind}" for kind in _kinds(trace)))
+    return "\n".join(lines)
+
+
+def draw(trace: Trace, picture: Path) -> None:
+    """Write the chart as the PNG file `picture`. Raises ConfigError without matplotlib, or where it cannot write."""
+    try:  # matplotlib is no need of a run
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        raise ConfigError(f"{picture}: drawing needs matplotlib; pip install 'asyncflow[bench]'") from None
+    ranks, kinds = _ranks(trace), _kinds(trace)
+    figure = Figure(figsize=(10, 0.6 + 0.5 * len(ranks)), layout="constrained")
+    axes = figure.subplots()
+    for row, rank in enumerate(ranks):
+        for span in trace.device(rank):
+            axes.barh(
+                row, span.end - span.start, left=span.start,
+                color=STYLES[span.name][1], edgecolor="white", linewidth=0.4, height=0.8,
+            )  # fmt: skip
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds since the step began")
+    axes.legend(
+        handles=[Patch(color=STYLES[kind][1], label=kind) for kind in kinds], ncols=len(kinds), fontsize=8,
+        loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False,
+    )  # fmt: skip
+    axes.spines[["top", "right"]].set_visible(False)
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(picture, format="png", dpi=140)
+    except OSError as error:
+        raise ConfigError(f"cannot write the picture {picture}: {error.strerror}; choose another file") from None
+
+
+def _ranks(trace: Trace) -> list[int]:
+    return sorted({span.rank for span in trace.spans if span.lane == DEVICE} - {CONTROLLER})
+
+
+def _kinds(trace: Trace) -> list[str]:
+    """The kinds that ranks ran, in the order in which they first did."""
+    return list(dict.fromkeys(span.name for span in trace.spans if span.lane == DEVICE and span.rank != CONTROLLER))
+
+
+def _cell(kind: str, *, begins: bool = True) -> str:
+    """A letter on its colour; the dot of an idle moment if there is no kind."""
+    if not kind:
+        return "·"
+    letter, colour = STYLES[kind]
+    red, green, blue = bytes.fromhex(colour[1:])
+    return click.style(letter if begins else letter.lower(), fg="black", bg=(red, green, blue))
