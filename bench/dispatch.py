@@ -1,31 +1,18 @@
 """What scheduling costs: milliseconds to simulate a step, and to execute it with the real controller and workers."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from algorithms.step import step_graph
-from asyncflow.core.graph import Kind, Task
 from asyncflow.core.schedules import NAMES, cluster, schedule
 from asyncflow.core.simulate import simulate
 from asyncflow.testing import run_virtually
+from bench.paper import Durations
 from bench.table import report, spread
 from engines.rewards.registry import parse_rewards
-
-
-class PaperDurations:
-    """Durations of the StageBreaker paper's proportions, in thousandths of its AsyncReward step."""
-
-    def run(self, tasks: Sequence[Task], rank: int) -> float:
-        """See `Durations`."""
-        seconds = {Kind.ROLLOUT: 29.0, Kind.DECODE: 12.5, Kind.FORWARD: 15.0, Kind.REPLAY: 73.3}
-        return 100.0 + 9.0 * len(tasks) if tasks[0].kind is Kind.SCORE else seconds.get(tasks[0].kind, 0.0)
-
-    def move(self, tensor: str, source: int, target: int) -> float:
-        """See `Durations`."""
-        return 0.1
 
 
 @click.command()
@@ -34,7 +21,7 @@ class PaperDurations:
 def dispatch(json_file: Path | None, repeats: int) -> None:
     """Scheduling: 24 candidates of 2 prompts in 2 mini-batches on 6 ranks."""
     rows = []
-    durations = PaperDurations()
+    durations = Durations(transfer=0.1)
     for name in NAMES:
         dataflow = step_graph(2, 12, mini_batches=2, task_batch=1, rewards=parse_rewards(["colour"]))
         graph, plan = schedule(name, dataflow, cluster(name, 6, 0 if name == "colocated" else 2), forward_replays=True)

@@ -47,18 +47,28 @@ def test_the_search_is_exhaustive():
     graph, plan, ranks = made()
     found, seconds = search(graph, plan, ranks, Slow())
     tried = [
-        simulate(graph, split(graph, msgspec.structs.replace(plan, judge_wait=wait), ranks, d, r), Slow()).seconds
+        simulate(graph, split(graph, msgspec.structs.replace(plan, judge_wait=wait), ranks, d, *r), Slow()).seconds
         for wait in (1, 16)
         for d in range(9)
-        for r in range(9)
+        for r in [(0, 0), *((batches, each) for batches in (1, 2) for each in range(1, 5))]
     ]
     assert seconds == min(tried) == simulate(graph, found, Slow()).seconds
     assert seconds < simulate(graph, plan, Slow()).seconds
 
 
+def test_each_of_the_last_mini_batches_gives_as_many_replays_away():
+    graph, plan, ranks = made()
+    moved = split(graph, plan, ranks, 0, 2, 3)
+    away = [task.mini_batch for task in graph.of(Kind.REPLAY) if moved.ranks[task.id] != plan.ranks[task.id]]
+    assert sorted(away) == [0, 0, 0, 1, 1, 1]
+    moved = split(graph, plan, ranks, 0, 1, 3)
+    away = [task.mini_batch for task in graph.of(Kind.REPLAY) if moved.ranks[task.id] != plan.ranks[task.id]]
+    assert away == [1, 1, 1]
+
+
 def test_moved_videos_are_judged_where_they_are_decoded():
     graph, plan, ranks = made()
-    moved = split(graph, plan, ranks, 5, 0)
+    moved = split(graph, plan, ranks, 5)
     moved.validate(graph, ranks)
     for task in graph.of(Kind.SCORE):
         decode = task.inputs[0].rpartition(".")[0]

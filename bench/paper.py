@@ -1,0 +1,82 @@
+"""The StageBreaker paper's own load, to emulate and to simulate: DanceGRPO with VR-Thinker on six GPUs.
+
+The paper prints no times of tasks. These were derived from the proportions in its sections 5.2 and 5.5; 1000 units are
+one step of its AsyncReward. They give its Figure 16 within 3 %.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from algorithms.step import step_graph
+from asyncflow.core.bounds import best_bound
+from asyncflow.core.graph import Graph, Kind, Task
+from asyncflow.core.plan import Cluster, Plan
+from asyncflow.core.schedules import Name, cluster, schedule
+from asyncflow.core.search import search
+from asyncflow.core.simulate import simulate
+from asyncflow.core.trace import Trace
+from engines.rewards.registry import parse_rewards
+
+RANKS = 6
+JUDGE_BATCH = 12
+SWITCH = 120.0
+"""Units in which colocated ranks switch the judge in and out, once a step."""
+
+UNITS = {Kind.ROLLOUT: 29.0, Kind.DECODE: 12.5, Kind.FORWARD: 15.0, Kind.REPLAY: 73.3}
+"""Units of each task of one candidate."""
+
+
+class Durations:
+    """The load's durations in units of `unit` seconds; `switch` and `transfer` are units too.
+
+    A judge batch of b videos takes 100 + 9 b, and `switch` on top: a colocated rank judges one batch a step.
+    """
+
+    def __init__(self, *, unit: float = 1.0, switch: float = 0.0, transfer: float = 0.0) -> None:
+        self.unit, self.switch, self.transfer = unit, switch, transfer
+
+    def run(self, tasks: Sequence[Task], rank: int) -> float:
+        """See `asyncflow.core.cost.Durations`."""
+        kind = tasks[0].kind
+        units = 100.0 + 9.0 * len(tasks) + self.switch if kind is Kind.SCORE else UNITS.get(kind, 0.0)
+        return units * self.unit
+
+    def move(self, tensor: str, source: int, target: int) -> float:
+        """See `asyncflow.core.cost.Durations`."""
+        return self.transfer * self.unit
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One step of the paper's load under a schedule."""
+
+    name: Name
+    graph: Graph
+    plan: Plan
+    ranks: Cluster
+
+    def durations(self, unit: float = 1.0) -> Durations:
+        """What its tasks take, in units of `unit` seconds."""
+        return Durations(unit=unit, switch=SWITCH if self.name == "colocated" else 0.0)
+
+    def searched(self) -> "Load":
+        """With the plan that `search` finds for stagebreaker, which takes seconds; other schedules have theirs."""
+        if self.name != "stagebreaker":
+            return self
+        return replace(self, plan=search(self.graph, self.plan, self.ranks, self.durations())[0])
+
+    def bound(self) -> float:
+        """Units below which no plan of this schedule can get."""
+        return best_bound(self.graph, self.ranks, self.durations(), judge_batch=JUDGE_BATCH).seconds
+
+    def simulated(self) -> Trace:
+        """The step in units, transfers and updates free as in the paper's proportions."""
+        return simulate(self.graph, self.plan, self.durations())
+
+
+def load(name: Name, *, candidates: int = 24, mini_batches: int = 2, reward_ranks: int = 2) -> Load:
+    """A step of `candidates` in as many groups as mini-batches, on 6 ranks; both baselines replay twice, as there."""
+    groups, rewards = mini_batches, parse_rewards(["colour"])
+    dataflow = step_graph(groups, candidates // groups, mini_batches=mini_batches, task_batch=1, rewards=rewards)
+    ranks = cluster(name, RANKS, 0 if name == "colocated" else reward_ranks)
+    return Load(name, *schedule(name, dataflow, ranks, forward_replays=True, judge_batch=JUDGE_BATCH), ranks)
