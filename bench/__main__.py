@@ -3,6 +3,9 @@
 import click
 
 from bench.dispatch import dispatch
+from bench.emulate import emulate
+from bench.fidelity import fidelity
+from bench.figures import figures
 from bench.learning import learning
 from bench.samples import samples
 from bench.schedules import schedules
@@ -15,7 +18,7 @@ def bench() -> None:
     """Measure asyncflow; every number in its documents is printed by one of these."""
 
 
-for command in (dispatch, learning, samples, schedules, timeline, transport):
+for command in (dispatch, emulate, fidelity, figures, learning, samples, schedules, timeline, transport):
     bench.add_command(command)
 
 if __name__ == "__main__":
