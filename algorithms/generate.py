@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import click
+import torch
+from diffusers import AutoencoderKLWan
 from msgspec import Meta, Struct
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from algorithms.kernels import ConsistencyKernel
@@ -16,7 +19,7 @@ from asyncflow.randomness import derive_seed
 from asyncflow.video import write_mp4
 from engines.adapter import Adapter
 from engines.kernel import LogProbUnits
-from engines.policy import load_policy
+from engines.policy import Policy, load_policy
 from engines.rank import compute_dtype, encode_prompts, pick_device
 from engines.rollout import Seeds, rollout
 from engines.toy import EVAL_PROMPTS, MODEL
@@ -61,15 +64,27 @@ def main(config: GenerateConfig) -> None:
     if adapter:
         Adapter(policy.model, adapter, config.seed).load(Path(config.adapter))
     vae = load_vae(folder, device=device)
-    scale = vae.config.scale_factor_spatial
-    size = policy.settings.height // scale, policy.settings.width // scale
-    kernel = ConsistencyKernel()
     for place, prompt in enumerate(prompts):
         text = texts[prompt][None].to(device)
         for sample in range(config.samples):
             seeds = Seeds(*(derive_seed(config.seed, place, sample, what) for what in ("initial", "steps")))
-            made = rollout(policy, text, [seeds], size, kernel, LogProbUnits(kernel))
-            (video,) = StreamingDecoder(vae).decode(made.clean).cpu().numpy()
             path = out / f"{place:03d}-{sample}.mp4"
-            write_mp4(path, video, fps=policy.settings.fps)
+            write_mp4(path, sample_video(policy, vae, text, seeds).numpy(), fps=policy.settings.fps)
             click.echo(f"{path}  {prompt}")
+
+
+def sample_video(policy: Policy, vae: AutoencoderKLWan, text: Tensor, seeds: Seeds) -> Tensor:
+    """One video, uint8 [T, H, W, 3] on the host, from a prompt's embedding [1, L, D], decoded chunk by chunk."""
+    scale, settings, kernel = vae.config.scale_factor_spatial, policy.settings, ConsistencyKernel()
+    decoder = StreamingDecoder(vae)
+    parts: list[Tensor] = []
+    rollout(
+        policy,
+        text,
+        [seeds],
+        (settings.height // scale, settings.width // scale),
+        kernel,
+        LogProbUnits(kernel),
+        on_chunk=lambda _, clean: parts.append(decoder.decode(clean).cpu()),
+    )
+    return torch.cat(parts, dim=1)[0]
