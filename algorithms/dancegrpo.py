@@ -9,10 +9,11 @@ recipe, and why:
 * `step_fraction` 1.0, not 0.6: of 4 denoising steps 3 are stochastic, and 0.6 would train one.
 * `chunk_reduce` mean weighs chunks so that log p is the mean over the whole clip, as theirs; sum is StageBreaker's
   Eq. 4.
-* `lr` 3e-4 with LoRA, as in their LoRA recipe; their full fine-tuning uses 1e-5. The LoRA has rank and scale 32 on every
-  linear of a block, as LongLive's has them all; theirs has rank 128 and alpha 256 on the attention's.
-* `group_size` 8 and `mini_batches` 1, not 12 to 24 and 2: a step of a video model is small, and its first mini-batch is
-  the only one whose ratio starts at 1.
+* `lr` 3e-4 with LoRA, as in their LoRA recipe; their full fine-tuning uses 1e-5.
+* `lora_rank` and `lora_alpha` 32, on every linear of a block, which are LongLive's targets; theirs are rank 128 and
+  alpha 256 on the attention's.
+* `group_size` 8 and `mini_batches` 1, not 12 to 24 and mostly 2: the toy trains in minutes, and the only mini-batch's
+  ratio starts at 1, so nothing is clipped.
 * `share_noise` shares the initial noise within a group; theirs shares it between all prompts of a rank as well, which
   would tie results to the rank count.
 * `statistics` group, as in their video recipe; global is their image recipes'.
