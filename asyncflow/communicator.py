@@ -1,8 +1,9 @@
 """The communicator of a rank: launches everything that moves, in increasing sequence number, from one thread.
 
 Invariant: numbers only grow. Every rank launches its share of one sequence in order, so no two ranks can wait for each
-other, although sends may block until they are matched. A gang's collective takes its place in the sequence when the
-gang starts and waits there for the engine's tensor. The worker owns it.
+other, although sends may block until they are matched. What is launched runs to its end, even if nobody awaits it any
+more: a transfer that one end abandons would be lost, or block the other end. A gang's collective takes its place in the
+sequence when the gang starts and waits there for the engine's tensor. The worker owns it.
 """
 
 import concurrent.futures
@@ -14,6 +15,7 @@ import torch
 
 from asyncflow.channels.base import Channel, sum_over_ranks
 from asyncflow.lane import Lane
+from asyncflow.streams import side_stream, wait_for
 from asyncflow.wire import Receive, Send
 
 Arrival = tuple[torch.Tensor, float, float]
@@ -66,7 +68,12 @@ class Communicator:
     def send(self, order: Send, tensor: torch.Tensor) -> Awaitable[None]:
         """See `Transport`."""
         self._take(order.sequence)
-        return self._lane.submit(lambda: self._channel.send(order.sequence, order.target, tensor.cpu()))
+
+        def send() -> None:
+            with side_stream(self._channel.device, tensor.device):
+                self._channel.send(order.sequence, order.target, tensor)
+
+        return self._lane.submit(send)
 
     def receive(self, order: Receive) -> Awaitable[Arrival]:
         """See `Transport`."""
@@ -74,7 +81,8 @@ class Communicator:
 
         def receive() -> Arrival:
             start = time.monotonic()
-            tensor = self._channel.receive(order.sequence, order.source, order.header)
+            with side_stream(self._channel.device):
+                tensor = self._channel.receive(order.sequence, order.source, order.header)
             return tensor, start, time.monotonic()
 
         return self._lane.submit(receive)
@@ -90,7 +98,9 @@ class Communicator:
             except concurrent.futures.CancelledError:
                 return
             try:
-                place.total.set_result(sum_over_ranks(self._channel, sequence, ranks, tensor))
+                with side_stream(self._channel.device, tensor.device):
+                    total = sum_over_ranks(self._channel, sequence, ranks, tensor)
+                place.total.set_result(total)
             except BaseException as error:  # noqa: BLE001 - the engine thread raises it
                 place.total.set_exception(error)
 
@@ -116,6 +126,7 @@ class GangSum:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Collective`."""
+        wait_for([tensor])
         self.given.set_result(tensor)
         return self.total.result()
 

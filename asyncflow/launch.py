@@ -24,16 +24,18 @@ import uvloop
 
 from asyncflow.channels.base import Channel
 from asyncflow.channels.gloo import GlooChannel
+from asyncflow.channels.nccl import NcclChannel
 from asyncflow.channels.shared_memory import SharedMemoryChannel
 from asyncflow.communicator import Communicator
 from asyncflow.controller import Controller
 from asyncflow.engine import Engine, Result, Work
 from asyncflow.errors import AsyncflowError, RankLost
 from asyncflow.lane import Lane
+from asyncflow.streams import wait_for
 from asyncflow.wire import Hello, Ready, Stop, StreamLink
 from asyncflow.worker import Worker, failure
 
-ChannelName = Literal["shared-memory", "gloo"]
+ChannelName = Literal["shared-memory", "gloo", "nccl"]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -154,7 +156,13 @@ class EngineDevice:
         """See `Device`."""
         assert self._engine is not None, "the engine is not loaded"
         engine = self._engine
-        return await self._lane.submit(lambda: engine.run(work))
+
+        def run() -> Result:
+            result = engine.run(work)
+            wait_for([*work.tensors.values(), *result.tensors.values()])
+            return result
+
+        return await self._lane.submit(run)
 
     def close(self) -> None:
         """See `Device`."""
@@ -237,7 +245,11 @@ async def _serve(rank: Rank, build_engine: Callable[[], Engine], store: dist.Sto
     link = StreamLink(reader, writer)
     link.send(Hello(rank.number, os.getpid()))
     device = EngineDevice()
-    make: dict[ChannelName, Callable[..., Channel]] = {"shared-memory": SharedMemoryChannel, "gloo": GlooChannel}
+    make: dict[ChannelName, Callable[..., Channel]] = {
+        "shared-memory": SharedMemoryChannel,
+        "gloo": GlooChannel,
+        "nccl": NcclChannel,
+    }
     stop: Stop | None = None
     try:
         transport = await Communicator.connect(lambda: make[channel](rank.number, rank.ranks, store))

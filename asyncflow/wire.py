@@ -17,6 +17,7 @@ class Header(msgspec.Struct, frozen=True):
 
     dtype: str
     shape: tuple[int, ...]
+    device: str = "cpu"
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -42,6 +43,12 @@ class RunTask(msgspec.Struct, frozen=True, tag=True):
     payload: Any
     gang: tuple[int, ...] = ()
     sequence: int = 0
+
+
+class CancelTask(msgspec.Struct, frozen=True, tag=True):
+    """Nothing will be made of the run command `ticket`: stop it where that is possible, if it still runs."""
+
+    ticket: int
 
 
 class Send(msgspec.Struct, frozen=True, tag=True):
@@ -74,14 +81,18 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class TaskDone(msgspec.Struct, frozen=True, tag=True):
-    """Tasks ended; `values[task]` is the small result of each, `headers` describe the tensors that were kept."""
+    """Tasks ended; `values[task]` is the small result of each, `headers` describe the tensors that were kept.
+
+    Of a task that was `cancelled` there is nothing.
+    """
 
     ticket: int
     start: float
     end: float
-    values: dict[str, Any]
-    invalid: dict[str, str]
-    headers: dict[str, Header]
+    values: dict[str, Any] = {}
+    invalid: dict[str, str] = {}
+    headers: dict[str, Header] = {}
+    cancelled: bool = False
 
 
 class TensorMoved(msgspec.Struct, frozen=True, tag=True):
@@ -100,7 +111,7 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
     details: str
 
 
-ToRank = RunTask | Send | Receive | Forget | Stop
+ToRank = RunTask | CancelTask | Send | Receive | Forget | Stop
 ToController = Hello | Ready | TaskDone | TensorMoved | WorkerFailed
 Message = ToRank | ToController
 

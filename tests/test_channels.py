@@ -1,14 +1,19 @@
 """Channels between real processes: every tensor arrives as it left, in order, and a peer that is gone is noticed."""
 
+import asyncio
 import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -16,12 +21,19 @@ import torch.distributed as dist
 
 from asyncflow.channels.base import Channel, header_of, sum_over_ranks
 from asyncflow.channels.gloo import GlooChannel
+from asyncflow.channels.nccl import NcclChannel
 from asyncflow.channels.shared_memory import SharedMemoryChannel
+from asyncflow.communicator import Communicator
 from asyncflow.errors import RankLost, TransferError
-from asyncflow.wire import Header
+from asyncflow.wire import Header, Receive, Send
 
-CHANNELS = {"shared-memory": SharedMemoryChannel, "gloo": GlooChannel}
-NAMES = tuple(CHANNELS)
+CHANNELS: dict[str, Callable[[int, int, dist.Store], Channel]] = {
+    "shared-memory": SharedMemoryChannel,
+    "narrow": partial(SharedMemoryChannel, budget=1000),
+    "gloo": GlooChannel,
+    "impatient": partial(GlooChannel, timeout=2.0),
+}
+NAMES = ("shared-memory", "narrow", "gloo")
 SOON_S = 30.0
 
 TENSORS = [
@@ -146,7 +158,25 @@ def test_a_pair_that_keeps_one_sequence_does_not_deadlock(kind: str, meeting: Pa
     assert perform(kind, meeting, play, play) == [sum(range(1, 40, 2)), sum(range(0, 40, 2))]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("kind", NAMES)
+def test_ranks_that_keep_one_sequence_do_not_deadlock(kind: str, meeting: Path):
+    """300 transfers between four ranks by lot, some larger than a narrow channel's budget."""
+    random = Random(0)
+    moves = [(*random.sample(range(4), 2), random.choice((0, 1, 100, 1000))) for _ in range(300)]
+
+    def play(channel: Channel) -> bool:
+        for sequence, (source, target, size) in enumerate(moves, 1):
+            tensor = torch.full((size,), float(sequence))
+            if channel.rank == source:
+                channel.send(sequence, target, tensor)
+            if channel.rank == target:
+                assert torch.equal(channel.receive(sequence, source, header_of(tensor)), tensor)
+        return True
+
+    assert perform(kind, meeting, *[play] * 4) == [True] * 4
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("kind", NAMES)
 def test_a_sum_has_the_same_bits_on_all_ranks(kind: str, ranks: int, meeting: Path):
     parts = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)) * 10.0**rank for rank in range(ranks)]
@@ -189,33 +219,228 @@ def test_a_receive_from_a_rank_that_dies_raises(kind: str, meeting: Path):
     assert "rank 1 is gone" in str(error) and "transfer 2" in str(error)
 
 
-def test_a_send_to_a_rank_that_is_gone_raises(meeting: Path):
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_send_to_a_rank_that_dies_raises(kind: str, meeting: Path):
+    """Each sort of send blocks in its own place: for a full socket, for room in the budget, for its receiver."""
+
     def send(channel: Channel) -> None:
         channel.receive(1, 1, Header("float32", (1,)))
         for sequence in range(2, 10_000):
-            channel.send(sequence, 1, torch.zeros(1))
+            channel.send(sequence, 1, torch.zeros(200))
 
-    def leave(channel: Channel) -> None:
+    def die(channel: Channel) -> None:
         channel.send(1, 0, torch.zeros(1))
-        channel.close()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    error, _ = perform("shared-memory", meeting, send, leave)
+    with on_stage(kind, meeting, send, die) as ((report, _), _pids):
+        error = heard(report)
     assert isinstance(error, RankLost)
     assert "rank 1 is gone" in str(error)
 
 
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_sum_with_a_rank_that_dies_raises_on_all_others(kind: str, meeting: Path):
+    def add(channel: Channel) -> None:
+        if channel.rank:
+            channel.send(1, 2, torch.zeros(1))
+        sum_over_ranks(channel, 2, (0, 1, 2), torch.ones(30_000))
+
+    def die(channel: Channel) -> None:
+        channel.receive(1, 1, Header("float32", (1,)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with on_stage(kind, meeting, add, add, die) as (reports, _):
+        errors = [heard(report) for report in reports[:2]]
+    assert all(isinstance(error, RankLost) for error in errors)
+
+
+@pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize(
-    ("sequence", "header"), [(2, Header("float32", (3,))), (1, Header("float32", (4,))), (1, Header("int32", (3,)))]
+    ("sequence", "header"),
+    [
+        (2, Header("float32", (3,))),
+        (1, Header("float32", (2,))),
+        (1, Header("float32", (4,))),
+        (1, Header("int32", (3,))),
+    ],
 )
-def test_a_transfer_that_is_not_the_one_due_is_refused(sequence: int, header: Header, meeting: Path):
-    error, _ = perform(
-        "shared-memory",
-        meeting,
-        lambda channel: channel.receive(sequence, 1, header),
-        lambda channel: channel.send(1, 0, torch.zeros(3)),
-    )
+def test_a_transfer_that_is_not_the_one_due_is_refused(kind: str, sequence: int, header: Header, meeting: Path):
+    """Before it moves: a buffer that is too small would abort the process in gloo, one too large be filled in part."""
+
+    def receive(channel: Channel) -> None:
+        channel.receive(sequence, 1, header)
+
+    with on_stage(kind, meeting, receive, lambda channel: channel.send(1, 0, torch.zeros(3))) as ((report, _), _pids):
+        error = heard(report)
     assert isinstance(error, TransferError)
     assert str(error).startswith("rank 1 sent Frame(sequence=1")
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_ranks_that_sum_tensors_of_other_sizes_are_told(kind: str, meeting: Path):
+    def add(channel: Channel) -> None:
+        sum_over_ranks(channel, 1, (0, 1), torch.ones(2 + 4 * channel.rank))
+
+    with on_stage(kind, meeting, add, add) as ((report, _), _pids):
+        error = heard(report)
+    assert isinstance(error, TransferError)
+    assert "tensors that ranks sum must look alike" in str(error)
+
+
+def test_a_wait_that_times_out_names_the_other_rank_and_ends_the_pair(meeting: Path):
+    """gloo gives the pair up, for both ends: later transfers fail too, and none hangs."""
+
+    def wait_twice(channel: Channel) -> list[str]:
+        errors = []
+        for sequence in (1, 2):
+            with pytest.raises(RankLost) as caught:
+                channel.receive(sequence, 1 - channel.rank, Header("float32", (1,)))
+            errors.append(str(caught.value))
+        return errors
+
+    for rank, errors in enumerate(perform("impatient", meeting, wait_twice, wait_twice)):
+        assert isinstance(errors, list)
+        for sequence, error in enumerate(errors, 1):
+            assert error.startswith(f"rank {1 - rank} is gone or stuck: transfer {sequence} failed")
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_receive_that_is_given_up_takes_its_tensor_all_the_same(kind: str, meeting: Path):
+    """An abandoned receive would swallow the next tensor of the pair, whether it was launched or still to be."""
+
+    async def sending(channel: Channel) -> None:
+        communicator = await Communicator.connect(lambda: channel)
+        for sequence in (1, 3, 4):
+            await communicator.send(Send(sequence, "a.x", 1), torch.tensor([sequence]))
+        communicator.close()
+
+    async def receiving(channel: Channel) -> int:
+        communicator = await Communicator.connect(lambda: channel)
+        orders = {number: Receive(number, "a.x", 0, Header("int64", (1,))) for number in (1, 3, 4)}
+        asyncio.ensure_future(communicator.receive(orders[1])).cancel()
+        place = communicator.collective(2, (1,))  # nothing behind it is launched yet
+        asyncio.ensure_future(communicator.receive(orders[3])).cancel()
+        last = communicator.receive(orders[4])
+        await asyncio.to_thread(place, torch.zeros(1))
+        tensor, *_ = await last
+        communicator.close()
+        return int(tensor)
+
+    plays = (lambda channel: asyncio.run(sending(channel)), lambda channel: asyncio.run(receiving(channel)))
+    assert perform(kind, meeting, *plays) == [None, 4]
+
+
+def test_a_sender_waits_while_its_budget_is_on_its_way(meeting: Path):
+    told, tell = os.pipe()
+
+    class Waited(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Waited
+
+    def send(channel: Channel) -> bool:
+        channel.send(1, 1, torch.zeros(150))
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            channel.send(2, 1, torch.ones(150))
+        except Waited:
+            os.write(tell, b"!")
+            channel.send(2, 1, torch.ones(150))
+            return True
+        return False
+
+    def receive(channel: Channel) -> list[float]:
+        os.read(told, 1)
+        return [channel.receive(sequence, 0, Header("float32", (150,)))[0].item() for sequence in (1, 2)]
+
+    try:
+        assert perform("narrow", meeting, send, receive) == [True, [0, 1]]
+    finally:
+        os.close(told)
+        os.close(tell)
+
+
+def test_a_sender_within_its_budget_does_not_wait(meeting: Path):
+    told, tell = os.pipe()
+
+    def send(channel: Channel) -> None:
+        for sequence in (1, 2, 3):
+            channel.send(sequence, 1, torch.full((150,), float(sequence)))
+        os.write(tell, b"!")
+
+    def receive(channel: Channel) -> list[float]:
+        os.read(told, 1)
+        return [channel.receive(sequence, 0, Header("float32", (150,)))[0].item() for sequence in (1, 2, 3)]
+
+    try:
+        assert perform("shared-memory", meeting, send, receive) == [None, [1, 2, 3]]
+    finally:
+        os.close(told)
+        os.close(tell)
+
+
+def test_a_host_without_memory_left_is_told_what_was_missing(meeting: Path):
+    """An error of the sender, never a signal; here a limit on files stands for the host's memory."""
+
+    def send(channel: Channel) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        channel.send(7, 1, torch.zeros(1000))
+
+    def receive(channel: Channel) -> None:
+        channel.receive(7, 0, Header("float32", (1000,)))
+
+    error, _ = perform("shared-memory", meeting, send, receive)
+    assert isinstance(error, TransferError)
+    assert "transfer 7 to rank 1 needs 4000 bytes of shared memory, and the host does not give them" in str(error)
+
+
+def test_tensors_are_not_bounded_by_descriptors(meeting: Path):
+    """A rank may hold more received tensors than open files; without a free one to receive with, it says so."""
+
+    def send(channel: Channel) -> None:
+        for sequence in range(1, 52):
+            channel.send(sequence, 1, torch.ones(10))
+
+    def receive(channel: Channel) -> list[torch.Tensor]:
+        opened, header = len(os.listdir("/proc/self/fd")), Header("float32", (10,))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 8, opened + 8))
+        held = [channel.receive(sequence, 0, header) for sequence in range(1, 51)]
+        assert sum(tensor.sum() for tensor in held) == 500
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+        return [channel.receive(51, 0, header)]
+
+    _, error = perform("shared-memory", meeting, send, receive)
+    assert isinstance(error, TransferError)
+    assert str(error) == "rank 1 has no free file descriptor for a transfer: raise `ulimit -n`"
+
+
+def test_the_size_of_dev_shm_does_not_matter(meeting: Path):
+    """What a tensor lies in has no name and is not on that mount."""
+
+    def receive(channel: Channel) -> tuple[list[str], int]:
+        tensor = channel.receive(1, 0, Header("float32", (10,)))
+        address = f"{tensor.data_ptr():x}-"
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        (line,) = (line.split() for line in lines if line.startswith(address))
+        major, minor = (int(part, 16) for part in line[3].split(":"))
+        return line[5:], os.makedev(major, minor)
+
+    _, lies_in = perform("shared-memory", meeting, lambda channel: channel.send(1, 1, torch.ones(10)), receive)
+    assert isinstance(lies_in, tuple)
+    assert lies_in[0] == ["/memfd:asyncflow", "(deleted)"]
+    assert lies_in[1] != os.stat("/dev/shm").st_dev
+
+
+def test_nccl_joins_one_group_on_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch):
+    joined: dict[str, object] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: joined.update(options, backend=backend))
+    store, patience = dist.HashStore(), timedelta(seconds=60)
+    channel = NcclChannel(1, 4, store, timeout=60)
+    assert channel.device == torch.device("cuda", 1)
+    group = {"store": store, "rank": 1, "world_size": 4, "timeout": patience}
+    assert joined == {"backend": "nccl", "device_id": channel.device, **group}
 
 
 def test_many_transfers_leave_nothing_open(meeting: Path):
@@ -243,14 +468,19 @@ def test_many_transfers_leave_nothing_open(meeting: Path):
     assert perform("shared-memory", meeting, send, receive) == [True, True]
 
 
-def test_a_rank_that_never_connects_is_named(meeting: Path):
+def test_a_rank_that_never_connects_is_named():
     with pytest.raises(RankLost, match=r"ranks \[1\] did not connect to rank 0 within 0.05 seconds"):
-        SharedMemoryChannel(0, 2, dist.FileStore(str(meeting), 2), timeout=0.05)
+        SharedMemoryChannel(0, 2, dist.HashStore(), timeout=0.05)
 
 
-def test_a_rank_whose_predecessor_never_connects_names_it(meeting: Path):
+def test_a_rank_that_never_joins_over_gloo_is_missed():
+    with pytest.raises(RankLost, match="rank 0 could not join the other ranks over gloo"):
+        GlooChannel(0, 2, dist.HashStore(), timeout=0.05)
+
+
+def test_a_rank_whose_predecessor_never_connects_names_it():
     with pytest.raises(RankLost, match=r"ranks \[0\] did not connect to rank 1 within 0.05 seconds"):
-        SharedMemoryChannel(1, 2, dist.FileStore(str(meeting), 2), timeout=0.05)
+        SharedMemoryChannel(1, 2, dist.HashStore(), timeout=0.05)
 
 
 def test_shared_memory_needs_no_file_and_no_name(meeting: Path):

@@ -2,70 +2,117 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import pytest
 import torch
 
 from asyncflow.channels.base import header_of
+from asyncflow.channels.distributed import DistributedChannel
 from asyncflow.communicator import Communicator
 from asyncflow.errors import RankLost
 from asyncflow.wire import Header, Receive, Send
 
 SOON_S = 30.0
 HEADER = Header("float32", (2,))
+Operation = tuple[int, int, int]
+"""Source, target, and how many went the same way before."""
 
 
 class Wire:
-    """Meeting places between ranks: a send blocks until it is received, as with gloo and NCCL."""
+    """torch.distributed between ranks that are threads, as strict as its backends together.
 
-    def __init__(self, gone: int | None) -> None:
+    A send blocks until it is received, a buffer that does not fit is refused, and so is a launch after which ranks wait
+    for each other in a circle: there is no order that all of them kept.
+    """
+
+    def __init__(self, gone: int | None = None) -> None:
         self._changed = threading.Condition()
-        self._gone = gone
-        self._offers: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._gone = {gone}
+        self._offers: dict[Operation, torch.Tensor] = {}
+        self._numbers: dict[tuple[int, int, int], Iterator[int]] = defaultdict(count)
+        self._waiting: dict[int, tuple[Operation, int]] = {}
 
-    def offer(self, key: tuple[int, int, int], tensor: torch.Tensor) -> None:
+    def offer(self, source: int, target: int, tensor: torch.Tensor) -> None:
         with self._changed:
-            self._offers[key] = tensor
-            self._changed.notify_all()
-            assert self._changed.wait_for(lambda: key not in self._offers, SOON_S), f"nobody takes {key}"
+            operation = source, target, next(self._numbers[source, source, target])
+            self._offers[operation] = tensor.clone()
+            self._wait(operation, source, target, lambda: operation not in self._offers)
 
-    def take(self, key: tuple[int, int, int]) -> torch.Tensor:
+    def take(self, source: int, target: int, tensor: torch.Tensor) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: key in self._offers or key[0] == self._gone, SOON_S), f"no {key}"
-            if key not in self._offers:
-                raise RankLost(f"rank {key[0]} is gone")
-            tensor = self._offers.pop(key)
+            operation = source, target, next(self._numbers[target, source, target])
+            self._wait(operation, target, source, lambda: operation in self._offers)
+            offered = self._offers.pop(operation)
+            del self._waiting[source]
+            assert header_of(offered) == header_of(tensor), "the buffer does not fit"
+            tensor.copy_(offered)
             self._changed.notify_all()
-            return tensor
+
+    def _wait(self, operation: Operation, rank: int, other: int, ready: Callable[[], bool]) -> None:
+        self._waiting[rank] = operation, other
+        self._changed.notify_all()
+        if circle := self._circle(rank):
+            self._gone |= circle
+            raise AssertionError(f"ranks {circle} wait for each other")
+        assert self._changed.wait_for(lambda: ready() or other in self._gone, SOON_S), f"rank {other} does nothing"
+        self._waiting.pop(rank, None)
+        if not ready():
+            raise RuntimeError("connection closed by peer")
+
+    def _circle(self, rank: int) -> set[int]:
+        """The ranks that wait for each other now that `rank` waits."""
+        seen = {rank}
+        while rank in self._waiting:
+            operation, rank_awaited = self._waiting[rank]
+            if self._waiting.get(rank_awaited, (None, 0))[0] == operation:
+                return set()
+            if rank_awaited in seen:
+                return seen
+            rank = rank_awaited
+            seen.add(rank)
+        return set()
 
 
-class StrictChannel:
-    """A channel that refuses a number below the last one, and a second thread."""
+class Calls:
+    """What one rank sees of the wire, and from which threads it was called."""
 
     def __init__(self, rank: int, wire: Wire) -> None:
         self.rank, self.wire = rank, wire
-        self.launched: list[int] = []
-        self.threads: set[str] = {threading.current_thread().name}
+        self.threads = {threading.current_thread().name}
         self.closed = False
 
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.wire.offer(self.rank, dst, tensor)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> int:
+        self.threads.add(threading.current_thread().name)
+        self.wire.take(src, self.rank, tensor)
+        return src
+
+    def destroy_process_group(self) -> None:
+        self.closed = True
+
+
+class StrictChannel(DistributedChannel):
+    """The channel of gloo and NCCL over the strict calls; it notes which numbers are launched, each once."""
+
+    def __init__(self, rank: int, wire: Wire) -> None:
+        self.calls = Calls(rank, wire)
+        super().__init__(rank, torch.device("cpu"), self.calls)
+        self.launched: dict[int, None] = {}
+
     def send(self, sequence: int, target: int, tensor: torch.Tensor) -> None:
-        self.launch(sequence)
-        self.wire.offer((self.rank, target, sequence), tensor)
+        self.launched[sequence] = None
+        super().send(sequence, target, tensor)
 
     def receive(self, sequence: int, source: int, header: Header) -> torch.Tensor:
-        self.launch(sequence)
-        tensor = self.wire.take((source, self.rank, sequence))
-        assert header_of(tensor) == header
-        return tensor
-
-    def launch(self, sequence: int) -> None:
-        assert not self.launched or sequence >= self.launched[-1], f"{sequence} after {self.launched}"
-        self.launched.append(sequence)
-        self.threads.add(threading.current_thread().name)
-
-    def close(self) -> None:
-        self.closed = True
+        self.launched[sequence] = None
+        return super().receive(sequence, source, header)
 
 
 def between(ranks: int, play: Callable[..., Awaitable[None]], gone: int | None = None) -> list[StrictChannel]:
@@ -87,8 +134,8 @@ def between(ranks: int, play: Callable[..., Awaitable[None]], gone: int | None =
                 communicator.close()
 
     asyncio.run(main())
-    assert all(channel.closed for channel in channels)
-    assert {name for channel in channels for name in channel.threads} == {"asyncflow-communication"}
+    assert all(channel.calls.closed for channel in channels)
+    assert {name for channel in channels for name in channel.calls.threads} == {"asyncflow-communication"}
     return channels
 
 
@@ -103,7 +150,7 @@ def test_both_may_send_first():
         assert 0 < start <= end
 
     zero, one = between(2, play)
-    assert zero.launched == one.launched == [1, 2]
+    assert list(zero.launched) == list(one.launched) == [1, 2]
 
 
 def test_a_ring_of_blocking_sends_does_not_deadlock():
@@ -117,7 +164,7 @@ def test_a_ring_of_blocking_sends_does_not_deadlock():
         assert [tensor[0].item() for tensor, *_ in came] == list(range(1, 31))
 
     for channel in between(3, play):
-        assert channel.launched == sorted(channel.launched)
+        assert list(channel.launched) == sorted(channel.launched)
 
 
 def test_a_number_that_does_not_grow_is_refused():
@@ -146,7 +193,7 @@ def test_a_place_in_the_sequence_is_taken_at_once():
         assert [total.tolist() for total in await asyncio.gather(*totals)] == [[2, 2], [2, 2]]
         await asyncio.gather(sent, came)
 
-    assert between(2, play)[0].launched == [1, 2, 2]
+    assert list(between(2, play)[0].launched) == [1, 2]
 
 
 def test_a_sum_holds_its_place_until_the_engine_has_its_tensor():
@@ -162,7 +209,7 @@ def test_a_sum_holds_its_place_until_the_engine_has_its_tensor():
         await later
 
     zero, one = between(2, play)
-    assert (zero.launched, one.launched) == ([1, 1, 2], [1, 1, 2])
+    assert list(zero.launched) == list(one.launched) == [1, 2]
 
 
 def test_a_place_that_is_given_up_lets_the_rest_pass():
@@ -174,7 +221,7 @@ def test_a_place_that_is_given_up_lets_the_rest_pass():
         await moved
 
     zero, _ = between(2, play)
-    assert zero.launched == [2]
+    assert list(zero.launched) == [2]
 
 
 def test_giving_up_a_place_that_was_used_changes_nothing():
@@ -194,6 +241,54 @@ def test_a_sum_that_fails_raises_in_the_engine_and_the_next_transfer_goes_on():
         await asyncio.gather(zero.send(Send(2, "a.x", 1), torch.zeros(2)), one.receive(Receive(2, "a.x", 0, HEADER)))
 
     between(2, play, gone=2)
+
+
+def test_a_receive_that_is_given_up_still_takes_its_tensor():
+    """Nobody awaits it any more; the sender ends, and the next transfer of the pair is not mistaken for it."""
+
+    async def play(zero: Communicator, one: Communicator) -> None:
+        given_up = asyncio.ensure_future(one.receive(Receive(1, "a.x", 0, HEADER)))
+        given_up.cancel()
+        later = one.receive(Receive(2, "a.y", 0, HEADER))
+        await zero.send(Send(1, "a.x", 1), torch.zeros(2))
+        await zero.send(Send(2, "a.y", 1), torch.ones(2))
+        assert (await later)[0].tolist() == [1, 1]
+        assert given_up.cancelled()
+
+    between(2, play)
+
+
+def test_a_send_that_is_given_up_still_leaves():
+    async def play(zero: Communicator, one: Communicator) -> None:
+        asyncio.ensure_future(zero.send(Send(1, "a.x", 1), torch.ones(2))).cancel()
+        assert (await one.receive(Receive(1, "a.x", 0, HEADER)))[0].tolist() == [1, 1]
+
+    between(2, play)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_a_sum_is_launched_in_one_order_everywhere(ranks: int):
+    async def play(*communicators: Communicator) -> None:
+        places = [rank.collective(1, tuple(range(ranks))) for rank in communicators]
+        parts = [torch.arange(10) * 10**rank for rank in range(ranks)]
+        with ThreadPoolExecutor(ranks) as engines:
+            sums = [engines.submit(place, part) for place, part in zip(places, parts, strict=True)]
+            totals = await asyncio.gather(*map(asyncio.wrap_future, sums))
+        assert all(torch.equal(total, sum(parts)) for total in totals)
+
+    between(ranks, play)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_all_send_first_are_refused(ranks: int):
+    """Without the one sequence they would wait for each other; this is what the other tests would fail with."""
+    wire = Wire()
+    channels = [StrictChannel(rank, wire) for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as threads:
+        sends = [threads.submit(c.send, 1, (c.rank + 1) % ranks, torch.zeros(2)) for c in channels]
+        errors = [send.exception(SOON_S) for send in sends]
+    assert {type(error) for error in errors} == {AssertionError, RankLost}
+    assert "wait for each other" in "".join(map(str, errors))
 
 
 def test_a_channel_that_cannot_be_made_leaves_no_thread():

@@ -9,6 +9,7 @@ import uvloop
 from asyncflow.core.graph import Kind, Task
 from asyncflow.testing import MemoryLink
 from asyncflow.wire import (
+    CancelTask,
     Forget,
     Header,
     Hello,
@@ -33,10 +34,12 @@ MESSAGES: list[Message] = [
     Ready(),
     RunTask(7, (TASK,), ("score/0.x",), {"prompt": "a cat", "seeds": [1, 2]}, (0, 1), 9),
     RunTask(8, (TASK, TASK), (), None),
+    CancelTask(8),
     Send(3, "decode/0.frames", 2),
     Receive(3, "decode/0.frames", 0, Header("bfloat16", (2, 3))),
     Forget("decode/0.frames"),
     TaskDone(7, 1.5, 2.5, {"score/0": [0.5, 1.0]}, {"score/1": "no answer"}, {"score/0.x": Header("int64", ())}),
+    TaskDone(8, 1.5, 2.5, cancelled=True),
     TensorMoved(3, 1.0, 2.0),
     WorkerFailed(7, "a sentence", "x" * 100_000),
     Stop("the reason"),
