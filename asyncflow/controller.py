@@ -15,6 +15,7 @@ import msgspec
 from asyncflow.core.dispatch import (
     Abort,
     Begin,
+    Cancel,
     Command,
     Dispatcher,
     Done,
@@ -34,6 +35,7 @@ from asyncflow.engine import Invalid
 from asyncflow.errors import AsyncflowError, TaskFailed
 from asyncflow.errors import RankLost as RankLostError
 from asyncflow.wire import (
+    CancelTask,
     Forget,
     Header,
     Hello,
@@ -176,6 +178,8 @@ class _Step:
                     self._move(command)
                 case Drop(tensor, rank):
                     self.controller.send(rank, Forget(tensor))
+                case Cancel(ticket, rank):
+                    self.controller.send(rank, CancelTask(ticket))
                 case Abort():
                     pass  # whoever fed the failure raises it, and `close` tells the ranks
 
@@ -186,9 +190,9 @@ class _Step:
                 if unneeded:  # first, so that none of them starts now that this task has ended
                     yield Unneeded(unneeded)
                 yield Done(ticket, CONTROLLER)
-            case TaskDone(ticket, start, end, values, invalid, headers):
+            case TaskDone(ticket, start, end, values, invalid, headers, cancelled):
                 run = self._runs[ticket]
-                self.trace.ran(run, self.graph, rank, start - self.began, end - self.began)
+                self.trace.ran(run, self.graph, rank, start - self.began, end - self.began, cancelled=cancelled)
                 self.trace.invalid.update(invalid)
                 for name, value in values.items():
                     if run.sequence:
@@ -198,7 +202,7 @@ class _Step:
                 for name, reason in invalid.items():
                     self.values[name] = Invalid(reason)
                 self._made.update((name, (rank, header)) for name, header in headers.items())
-                yield Done(ticket, rank, invalid)
+                yield Done(ticket, rank, invalid, cancelled)
             case TensorMoved(sequence, start, end):
                 sequence -= self.controller.transfers
                 self.trace.moved(self._moves[sequence], start - self.began, end - self.began)

@@ -15,7 +15,7 @@ from asyncflow.core.graph import Task
 
 @dataclass(frozen=True, slots=True)
 class Invalid:
-    """The outcome of a judgement that could not be made, with the reason; it stands where a number would."""
+    """The outcome of a judgement or a save that failed, with the reason; it stands where a value would."""
 
     reason: str
 
@@ -25,13 +25,19 @@ class Work:
     """Tasks of one kind (several: one judge batch), their input tensors by name and the algorithm's payload.
 
     A gang task gets the inputs that were made on this rank, and `sum_over_ranks`, which blocks until every rank of the
-    gang has called it: all of them must call it once, or none.
+    gang has called it: all of them must call it once, or none. `is_unneeded` says whether nothing will be made of the
+    work's results any more; an engine may ask it, where it can stop, and then raise `Cancelled`.
     """
 
     tasks: tuple[Task, ...]
     tensors: Mapping[str, torch.Tensor]
     payload: Any
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
+    is_unneeded: Callable[[], bool] = lambda: False
+
+
+class Cancelled(Exception):
+    """An engine stopped work of which nothing will be made."""
 
 
 @dataclass(frozen=True, slots=True)

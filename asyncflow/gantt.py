@@ -13,8 +13,8 @@ from asyncflow.errors import ConfigError
 
 STYLES = {
     "rollout": ("R", "#4c78a8"), "decode": ("D", "#72b7b2"), "score": ("S", "#f58518"), "compare": ("C", "#f58518"),
-    "forward": ("F", "#bab0ac"), "replay": ("P", "#54a24b"), "update": ("U", "#e45756"),
-    "checkpoint": ("K", "#9d755d"), "export": ("E", "#b279a2"),
+    "reference": ("B", "#d4a6c8"), "old-log-prob": ("L", "#d7b5a6"), "forward": ("F", "#bab0ac"),
+    "replay": ("P", "#54a24b"), "update": ("U", "#e45756"), "checkpoint": ("K", "#9d755d"), "export": ("E", "#b279a2"),
 }  # fmt: skip
 """The letter and the colour of each kind."""
 
@@ -49,7 +49,10 @@ def chart(trace: Trace, width: int) -> str:
 
 
 def draw(trace: Trace, picture: Path) -> None:
-    """Write the chart as the PNG file `picture`. Raises ConfigError without matplotlib, or where it cannot write."""
+    """Write the chart as the PNG file `picture`; what was cancelled is hatched.
+
+    Raises ConfigError without matplotlib, or where it cannot write.
+    """
     try:  # matplotlib is no need of a run
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -63,6 +66,7 @@ def draw(trace: Trace, picture: Path) -> None:
             axes.barh(
                 row, span.end - span.start, left=span.start,
                 color=STYLES[span.name][1], edgecolor="white", linewidth=0.4, height=0.8,
+                hatch="//" if span.cancelled else None,
             )  # fmt: skip
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.invert_yaxis()

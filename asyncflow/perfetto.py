@@ -36,6 +36,8 @@ def events(trace: Trace) -> list[dict[str, Any]]:
         invalid = {name: trace.invalid[name] for name in span.tasks if name in trace.invalid and span.lane == DEVICE}
         if invalid:
             arguments["invalid"] = invalid
+        if span.cancelled:
+            arguments["cancelled"] = True
         made.append(_event("X", span, span.start, dur=(span.end - span.start) * 1e6, args=arguments))
         if span.lane == TRANSFER:
             ends.setdefault(span.number, []).append(span)

@@ -23,7 +23,7 @@ from asyncflow.controller import Controller, Program, StepResult
 from asyncflow.core.cost import Durations
 from asyncflow.core.graph import JUDGE_KINDS, LOCAL_KINDS, Graph, Kind, Task
 from asyncflow.core.plan import CONTROLLER, Plan
-from asyncflow.engine import Engine, Result, Work
+from asyncflow.engine import Cancelled, Engine, Result, Work
 from asyncflow.wire import Hello, Message, Ready, Receive, Send, decode, encode
 from asyncflow.worker import Worker
 
@@ -146,16 +146,25 @@ class FakeNetwork:
 
 
 class FakeDevice:
-    """A device on which tasks take what the durations say; an engine, if given, computes their results at the end."""
+    """A device on which tasks take what the durations say; an engine, if given, computes their results at the end.
 
-    def __init__(self, rank: int, network: FakeNetwork, engine: Engine | None = None) -> None:
-        self._rank, self._network, self._engine = rank, network, engine
+    Work lasts `chunks` equal parts, and stops between two of them once it is unneeded.
+    """
+
+    def __init__(self, rank: int, network: FakeNetwork, engine: Engine | None = None, chunks: int = 1) -> None:
+        self._rank, self._network, self._engine, self._chunks = rank, network, engine, chunks
 
     async def run(self, work: Work) -> Result:
         """See `Device`."""
-        end = asyncio.get_running_loop().time() + self._network.durations.run(work.tasks, self._rank)
+        start = asyncio.get_running_loop().time()
+        seconds = self._network.durations.run(work.tasks, self._rank)
+        end = start + seconds
         if work.sum_over_ranks:  # the collective holds its place in the sequence until the gang ends
             self._network.free[self._rank] = max(self._network.free[self._rank], end)
+        for chunk in range(1, self._chunks):
+            await until(start + seconds * chunk / self._chunks)
+            if work.is_unneeded():
+                raise Cancelled
         await until(end)
         return self._engine.run(work) if self._engine else Result(tensors=defaultdict(lambda: torch.empty(0)))
 
@@ -232,11 +241,12 @@ def run_virtually(
     durations: Durations,
     program: Program | None = None,
     engines: Mapping[int, Engine] | None = None,
+    chunks: int = 1,
 ) -> StepResult:
     """Execute one step with the real controller and workers in virtual time, and check that no tensor is left over.
 
     Without `engines` tasks give empty tensors; without `program` they are told nothing. What the controller computes
-    takes no time.
+    takes no time. Unneeded work stops between two of its `chunks`.
     """
     ranks = sorted({rank for places in plan.ranks.values() for rank in places} - {CONTROLLER})
     network = FakeNetwork(durations)
@@ -246,7 +256,7 @@ def run_virtually(
         ends = {rank: MemoryLink.pair() for rank in ranks}
         workers = []
         for rank, (_, end) in ends.items():
-            device = FakeDevice(rank, network, engines[rank] if engines else None)
+            device = FakeDevice(rank, network, engines[rank] if engines else None, chunks)
             workers.append(Worker(rank, end, device, FakeTransport(rank, network), clock))
             end.send(Hello(rank, 0))
             end.send(Ready())

@@ -6,16 +6,18 @@ its own end. `launch` runs one worker in each rank's event loop, `testing` sever
 """
 
 import asyncio
+import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
 
 from asyncflow.channels.base import header_of
 from asyncflow.communicator import Arrival, Collective, Transport
-from asyncflow.engine import Device, Work
+from asyncflow.engine import Cancelled, Device, Work
 from asyncflow.errors import AsyncflowError, RankLost
 from asyncflow.store import ObjectStore
 from asyncflow.wire import (
+    CancelTask,
     Forget,
     Link,
     Receive,
@@ -42,6 +44,8 @@ class Worker:
         self._transport = transport
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unneeded: dict[int, threading.Event] = {}
+        """By ticket of what runs here: set once nothing will be made of it; the engine asks from its own thread."""
 
     async def run(self) -> Stop:
         """Serve until the controller says stop. Raises EOFError when the controller is gone."""
@@ -52,7 +56,11 @@ class Worker:
                         place = None
                         if message.gang:
                             place = self._transport.collective(message.sequence, message.gang)
+                        self._unneeded[message.ticket] = threading.Event()
                         self._begin(message.ticket, partial(self._run, message, place))
+                    case CancelTask(ticket):
+                        if ticket in self._unneeded:  # otherwise it has ended in the meantime
+                            self._unneeded[ticket].set()
                     case Send() as message:
                         self._begin(0, partial(self._send, self._transport.send(message, self.store[message.tensor])))
                     case Receive() as message:
@@ -83,12 +91,19 @@ class Worker:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, message: RunTask, place: Collective | None) -> None:
+        unneeded = self._unneeded[message.ticket]
         try:
             tensors = {name: await self.store.get(name) for task in message.tasks for name in task.inputs}
             start = self._clock()
-            result = await self._device.run(Work(message.tasks, tensors, message.payload, place))
+            result = await self._device.run(Work(message.tasks, tensors, message.payload, place, unneeded.is_set))
             end = self._clock()
+        except Cancelled:
+            if not unneeded.is_set():
+                raise
+            self._link.send(TaskDone(message.ticket, start, self._clock(), cancelled=True))
+            return
         finally:
+            del self._unneeded[message.ticket]
             if place:
                 place.cancel()
         kept = {name: result.tensors[name] for name in message.keep}

@@ -8,6 +8,7 @@ import pytest
 from asyncflow.core.dispatch import (
     Abort,
     Begin,
+    Cancel,
     Command,
     Dispatcher,
     Done,
@@ -20,7 +21,7 @@ from asyncflow.core.dispatch import (
     Run,
     Unneeded,
 )
-from asyncflow.core.graph import JUDGE_KINDS, Graph, Kind, Task, producer
+from asyncflow.core.graph import JUDGE_KINDS, LOCAL_KINDS, Graph, Kind, Task, producer
 from asyncflow.core.plan import CONTROLLER, Plan
 from asyncflow.testing import random_step
 
@@ -36,6 +37,8 @@ class Checker:
         self.ran: Counter[str] = Counter()
         self.over: set[str] = set()
         self.skipped: set[str] = set()
+        self.told: set[int] = set()  # the tickets of what was told to stop
+        self.stopped: set[str] = set()  # what did, all of it also skipped
         self.held: Counter[tuple[str, int]] = Counter()
         self.dropped: Counter[tuple[str, int]] = Counter()
         self.moving: dict[int, Move] = {}
@@ -51,7 +54,7 @@ class Checker:
                 self.skip(self.random.choices(list(self.graph.tasks), k=self.random.randint(1, 2)))
         assert self.dispatcher.finished
         assert not self.held, f"never dropped: {self.held}"
-        assert set(self.ran) == self.graph.tasks.keys() - self.skipped
+        assert set(self.ran) == self.graph.tasks.keys() - self.skipped | self.stopped
         assert max(self.ran.values(), default=1) == 1
         assert max(self.moved.values(), default=1) == 1
         assert max(self.dropped.values(), default=1) == 1
@@ -59,24 +62,44 @@ class Checker:
 
     def possible(self) -> list[Event]:
         done: list[Event] = [Done(ticket, rank) for rank, ticket in self.lanes.items()]
+        done += [Done(ticket, rank, cancelled=True) for rank, ticket in self.lanes.items() if ticket in self.told]
         return done + [Moved(sequence) for sequence in self.moving]
 
     def skip(self, names: list[str]) -> None:
-        """What the definition says: those that have not started, and all that needs their results but gangs."""
+        """What the definition says: those that have not started, and all that needs their results but gangs.
+
+        Of those that run, the ones whose results nobody is left to need are told to stop.
+        """
         pending = list(names)
         while pending:
             name = pending.pop()
             if name not in self.ran and name not in self.skipped:
                 self.skipped.add(name)
-                pending += [
-                    task.id
-                    for task in self.graph
-                    if task.kind is not Kind.UPDATE and name in {*task.values, *map(producer, task.inputs)}
-                ]
+                pending += self.needing(name)
+        running = {self.runs[ticket].tasks[0]: ticket for ticket in self.lanes.values()}
+        told = {
+            ticket
+            for name, ticket in running.items()
+            if name in names and self.graph[name].kind not in {*LOCAL_KINDS, *JUDGE_KINDS, Kind.UPDATE}
+            if not set(self.needing(name)) - self.skipped
+        }
+        before = set(self.told)
         self.feed(Unneeded(tuple(names)))
+        assert self.told == before | told
+
+    def needing(self, name: str) -> list[str]:
+        return [
+            task.id
+            for task in self.graph
+            if task.kind is not Kind.UPDATE and name in {*task.values, *map(producer, task.inputs)}
+        ]
 
     def feed(self, event: Event) -> None:
         match event:
+            case Done(ticket, rank, cancelled=True):
+                del self.lanes[rank]
+                self.stopped.update(self.runs[ticket].tasks)
+                self.skipped.update(self.runs[ticket].tasks)
             case Done(ticket, rank):
                 del self.lanes[rank]
                 run = self.runs[ticket]
@@ -109,6 +132,9 @@ class Checker:
                 assert not self.readers(tensor, rank), f"{tensor} is still needed on rank {rank}"
                 assert not [m for m in self.moving.values() if (m.tensor, m.source) == (tensor, rank)]
                 self.dropped[tensor, rank] += 1
+            case Cancel(ticket, rank):
+                assert ticket == self.lanes[rank] and ticket not in self.told
+                self.told.add(ticket)
             case Abort():
                 raise AssertionError("nothing failed")
 
@@ -190,14 +216,18 @@ class Checker:
 
 @pytest.mark.parametrize("unneeded", [0.0, 0.15], ids=["all-needed", "some-unneeded"])
 def test_a_random_step_keeps_every_promise(unneeded: float):
+    stopped = 0
     for seed in range(300):
         random = Random(seed)
         graph, plan = random_step(random, ranks=random.randint(1, 4), size=random.randint(1, 40))
         try:
-            Checker(graph, plan, random, unneeded).run()
+            checker = Checker(graph, plan, random, unneeded)
+            checker.run()
         except AssertionError as error:
             error.add_note(f"seed {seed}")
             raise
+        stopped += len(checker.stopped)
+    assert bool(stopped) == bool(unneeded)
 
 
 def test_the_same_events_give_the_same_commands():
@@ -324,13 +354,98 @@ def test_unneeded_skips_what_needs_the_result_and_not_what_merely_comes_after():
     assert d.finished
 
 
-def test_a_running_task_is_not_skipped():
-    d = step(Task("rollout/0", Kind.ROLLOUT), rollout=0)
+def test_a_rank_that_a_gang_reserved_goes_on_when_the_gang_is_not_needed():
+    d = step(
+        Task("update/0", Kind.UPDATE, after=("rollout/0",)),
+        Task("rollout/0", Kind.ROLLOUT),
+        Task("replay/0", Kind.REPLAY),
+        Task("rollout/1", Kind.ROLLOUT),
+        update=(0, 1),
+        rollout=0,
+        replay=1,
+    )
+    d.on(Begin())
+    assert d.on(Done(1, 0)) == []
+    assert d.on(Unneeded(("update/0",))) == [Run(3, ("rollout/1",), (0,))]
+
+
+def replaying() -> Dispatcher:
+    """A step whose replay runs, as command 2, and is the only one to need what the rollout made."""
+    d = step(
+        Task("rollout/0", Kind.ROLLOUT),
+        Task("replay/0", Kind.REPLAY, inputs=("rollout/0.path",)),
+        Task("rollout/1", Kind.ROLLOUT, after=("replay/0",)),
+        Task("update/0", Kind.UPDATE, inputs=("replay/0.gradients",), values=("replay/0",), after=("rollout/1",)),
+        rollout=0,
+        replay=0,
+        update=(0, 1),
+    )
+    d.on(Begin())
+    assert d.on(Done(1, 0)) == [Run(2, ("replay/0",), (0,), keep=("replay/0.gradients",))]
+    return d
+
+
+def test_an_unneeded_task_that_runs_is_told_to_stop_once_and_then_made_nothing():
+    d = replaying()
+    assert d.on(Unneeded(("replay/0",))) == [Cancel(2, 0)]
+    assert d.on(Unneeded(("replay/0",))) == []
+    assert not d.finished
+    assert d.on(Done(2, 0, cancelled=True)) == [Drop("rollout/0.path", 0), Run(3, ("rollout/1",), (0,))]
+    assert d.on(Done(3, 0)) == [Run(4, ("update/0",), (0, 1), sequence=1)]
+    assert d.on(Done(4, 0)) == d.on(Done(4, 1)) == []  # no gradients to drop
+    assert d.finished
+    assert d.story("replay/0") == [
+        (Done(1, 0), (Run(2, ("replay/0",), (0,), keep=("replay/0.gradients",)),)),
+        (Unneeded(("replay/0",)), (Cancel(2, 0),)),
+        (Unneeded(("replay/0",)), ()),
+        (Done(2, 0, cancelled=True), ()),
+    ]
+
+
+def test_a_task_that_ended_before_it_was_told_to_stop_has_made_what_others_read():
+    """Both orders of the race: its end is on its way when it is told, or has arrived when it becomes unneeded."""
+    ended, unneeded = Done(2, 0), Unneeded(("replay/0",))
+    for events, told in (((unneeded, ended), [Cancel(2, 0)]), ((ended, unneeded), [])):
+        d = replaying()
+        commands = [command for event in events for command in d.on(event)]
+        assert [command for command in commands if isinstance(command, Cancel)] == told
+        assert Drop("rollout/0.path", 0) in commands
+        d.on(Done(3, 0))
+        assert d.on(Done(4, 0)) + d.on(Done(4, 1)) == [Drop("replay/0.gradients", 0)]
+        assert d.finished
+
+
+def test_what_was_made_in_time_for_nobody_is_dropped():
+    d = step(
+        Task("rollout/0", Kind.ROLLOUT), Task("decode/0", Kind.DECODE, inputs=("rollout/0.path",)), rollout=0, decode=1
+    )
+    d.on(Begin())
+    assert d.on(Unneeded(("rollout/0", "decode/0"))) == [Cancel(1, 0)]
+    assert d.on(Done(1, 0)) == [Drop("rollout/0.path", 0)]
+    assert d.finished
+
+
+def test_a_task_whose_results_others_need_runs_to_its_end():
+    d = step(
+        Task("rollout/0", Kind.ROLLOUT), Task("decode/0", Kind.DECODE, inputs=("rollout/0.path",)), rollout=0, decode=0
+    )
     d.on(Begin())
     assert d.on(Unneeded(("rollout/0",))) == []
-    assert not d.finished
-    d.on(Done(1, 0))
-    assert d.finished
+    assert d.on(Done(1, 0)) == [Run(2, ("decode/0",), (0,))]
+
+
+def test_judge_batches_gangs_and_scalars_are_never_told_to_stop():
+    d = step(
+        Task("score/0", Kind.SCORE), Task("reward/0", Kind.REWARD), Task("update/0", Kind.UPDATE),
+        score=2, reward=CONTROLLER, update=(0, 1),
+    )  # fmt: skip
+    assert len(d.on(Begin())) == 3
+    assert d.on(Unneeded(("score/0", "reward/0", "update/0"))) == []
+
+
+def test_nothing_stops_that_was_not_told_to():
+    with pytest.raises(AssertionError, match="run command 2 was not told to stop"):
+        replaying().on(Done(2, 0, cancelled=True))
 
 
 def test_what_travels_to_a_skipped_task_is_dropped_on_arrival():

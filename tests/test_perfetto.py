@@ -69,6 +69,13 @@ def test_a_batch_names_its_tasks_and_the_reasons_of_the_invalid_ones():
     assert batch["args"] == {"tasks": ["score/0", "score/1"], "number": 2, "invalid": {"score/1": "no answer"}}
 
 
+def test_what_was_cancelled_says_so():
+    trace = step()
+    trace.ran(Run(4, ("score/0",), (0,)), GRAPH, 0, 2.5, 3.0, cancelled=True)
+    *_, last = of("X", events(trace))
+    assert last["args"] == {"tasks": ["score/0"], "number": 4, "cancelled": True}
+
+
 def test_the_file_is_json_of_these_events(tmp_path: Path):
     path = tmp_path / "trace" / "step_1.json"
     write(step(), path)

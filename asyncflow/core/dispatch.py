@@ -14,8 +14,11 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from asyncflow.core.graph import JUDGE_KINDS, Graph, Kind, producer
+from asyncflow.core.graph import JUDGE_KINDS, LOCAL_KINDS, Graph, Kind, producer
 from asyncflow.core.plan import Plan
+
+_INDIVISIBLE = LOCAL_KINDS | JUDGE_KINDS | {Kind.UPDATE}
+"""Kinds that always run to their end: they take no time, are a batch for several, or a collective."""
 
 
 class Begin(msgspec.Struct, frozen=True):
@@ -23,11 +26,15 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The run command `ticket` ended on `rank`; `invalid` gives a reason for each outcome that is no number."""
+    """The run command `ticket` ended on `rank`; `invalid` gives a reason for each outcome that is no number.
+
+    `cancelled`: it stopped because of a cancel command and made nothing.
+    """
 
     ticket: int
     rank: int
     invalid: Mapping[str, str] = {}
+    cancelled: bool = False
 
 
 class Moved(msgspec.Struct, frozen=True):
@@ -37,7 +44,7 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class Unneeded(msgspec.Struct, frozen=True):
-    """Nothing will be made of these tasks' results; those that have not started never will."""
+    """Nothing will be made of these tasks' results: those that have not started never will, others may be cancelled."""
 
     tasks: tuple[str, ...]
 
@@ -86,6 +93,13 @@ class Drop(msgspec.Struct, frozen=True):
     rank: int
 
 
+class Cancel(msgspec.Struct, frozen=True):
+    """Stop the run command `ticket` on `rank` where it can be stopped; it may end as if nothing had been said."""
+
+    ticket: int
+    rank: int
+
+
 class Abort(msgspec.Struct, frozen=True):
     """End the step everywhere."""
 
@@ -93,7 +107,7 @@ class Abort(msgspec.Struct, frozen=True):
 
 
 Event = Begin | Done | Moved | Unneeded | Failed | RankLost
-Command = Run | Move | Drop | Abort
+Command = Run | Move | Drop | Cancel | Abort
 
 
 class Dispatcher:
@@ -127,6 +141,8 @@ class Dispatcher:
         self._running: dict[int, Run] = {}
         self._running_on: dict[int, set[int]] = {}
         self._started: set[str] = set()
+        self._cancelled: set[int] = set()
+        """The run commands that were told to stop."""
         self._moving: dict[int, Move] = {}
         self._on_its_way: set[tuple[str, int]] = set()
         self._busy: set[int] = set()
@@ -158,7 +174,7 @@ class Dispatcher:
 
         def concerns(item: Event | Command) -> bool:
             match item:
-                case Run(ticket=ticket) | Done(ticket=ticket) | Failed(ticket=ticket):
+                case Run(ticket=ticket) | Cancel(ticket=ticket) | Done(ticket=ticket) | Failed(ticket=ticket):
                     return ticket in tickets
                 case Move(sequence=sequence) | Moved(sequence=sequence):
                     return sequence in moves
@@ -177,14 +193,15 @@ class Dispatcher:
             case Begin():
                 for name in self.plan.order:
                     self._queue_if_ready(name)
-            case Done(ticket=ticket, rank=rank):
+            case Done(ticket=ticket, rank=rank, cancelled=cancelled):
+                assert not cancelled or ticket in self._cancelled, f"run command {ticket} was not told to stop"
                 self._busy.discard(rank)
                 self._changed.add(rank)
                 self._running_on[ticket].discard(rank)
                 if not self._running_on[ticket]:
                     del self._running_on[ticket]
                     for name in self._running.pop(ticket).tasks:
-                        yield from self._finish(name)
+                        yield from self._forgo(name) if cancelled else self._finish(name)
             case Moved(sequence=sequence):
                 move = self._moving.pop(sequence)
                 self._on_its_way.discard((move.tensor, move.target))
@@ -198,6 +215,7 @@ class Dispatcher:
             case Unneeded(tasks=tasks):
                 for name in tasks:
                     yield from self._skip(name)
+                yield from self._cancel(tasks)
             case Failed(reason=reason) | RankLost(reason=reason):
                 self.aborted = True
                 yield Abort(reason)
@@ -233,24 +251,47 @@ class Dispatcher:
                 yield Drop(tensor, source)
 
     def _skip(self, name: str) -> Iterator[Command]:
-        """Never run `name`, nor what needs its results; tasks that only come after it go on."""
+        """Never run `name`, unless it has started."""
         if name in self._finished or name in self._started:
             return
-        self._finished.add(name)
-        self._skipped.add(name)
         self._forget_judging((name,))
         for rank in self.plan.ranks[name]:
             if name in self._ready[rank]:
                 self._ready[rank].remove(name)
+                self._changed.add(rank)  # a gang no longer reserves it
+        yield from self._forgo(name)
+
+    def _cancel(self, tasks: tuple[str, ...]) -> Iterator[Command]:
+        """Stop those of `tasks` that are running and whose results nobody needs."""
+        for run in self._running.values():
+            name = run.tasks[0]
+            if name not in tasks or self.graph[name].kind in _INDIVISIBLE or run.ticket in self._cancelled:
+                continue
+            if self._starved_without(name) <= self._skipped:
+                self._cancelled.add(run.ticket)
+                yield Cancel(run.ticket, run.ranks[0])
+
+    def _forgo(self, name: str) -> Iterator[Command]:
+        """`name` makes nothing: what needs its results never runs; tasks that only come after it go on."""
+        self._finished.add(name)
+        self._skipped.add(name)
         yield from self._release_inputs(name)
+        starved = self._starved_without(name)
         for successor in self.graph.successors[name]:
             self._waiting_for[successor].discard(name)
-            task = self.graph[successor]
-            starved = name in task.values or name in map(producer, task.inputs)
-            if starved and successor not in self.graph.gangs:
+            if successor in starved:
                 yield from self._skip(successor)
             else:
                 self._queue_if_ready(successor)
+
+    def _starved_without(self, name: str) -> set[str]:
+        """The tasks that cannot run without the results of `name`; a gang takes what there is."""
+        return {
+            successor
+            for successor in self.graph.successors[name]
+            if successor not in self.graph.gangs
+            if name in self.graph[successor].values or name in map(producer, self.graph[successor].inputs)
+        }
 
     def _release_inputs(self, name: str) -> Iterator[Command]:
         for tensor in self.graph[name].inputs:

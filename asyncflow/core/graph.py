@@ -6,6 +6,7 @@ dataflow, schedules derive graphs with more edges and tasks from it.
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 
 import msgspec
@@ -21,6 +22,8 @@ class Kind(StrEnum):
     COMPARE = "compare"
     REWARD = "reward"
     ADVANTAGE = "advantage"
+    REFERENCE = "reference"
+    OLD_LOG_PROB = "old-log-prob"
     FORWARD = "forward"
     REPLAY = "replay"
     UPDATE = "update"
@@ -35,7 +38,7 @@ JUDGE_KINDS = frozenset({Kind.SCORE, Kind.COMPARE})
 """Kinds of which a reward rank may take several ready tasks as one batch."""
 
 
-class Task(msgspec.Struct, frozen=True):
+class Task(msgspec.Struct, frozen=True, dict=True):
     """One unit of work.
 
     An `id` is `<kind>/<position>`. `inputs` name tensors, as `<task id>.<part>`; the rank that made a tensor keeps it,
@@ -55,7 +58,7 @@ class Task(msgspec.Struct, frozen=True):
     candidates: tuple[int, ...] = ()
     judge: str = ""
 
-    @property
+    @cached_property
     def predecessors(self) -> frozenset[str]:
         """Ids of all tasks that must be finished before this one starts."""
         return frozenset((*map(producer, self.inputs), *self.values, *self.after))

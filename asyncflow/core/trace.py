@@ -16,7 +16,8 @@ class Span(msgspec.Struct, frozen=True):
     """One command on one lane, from `start` to `end` in seconds since the step began.
 
     `lane` is "device" or "transfer"; a transfer stands on the lanes of both its ends. `name` is a kind, or the part of
-    a tensor that moves. `tasks` are the tasks that ran, or the one that made the tensor.
+    a tensor that moves. `tasks` are the tasks that ran, or the one that made the tensor. What was `cancelled` stopped
+    early.
     """
 
     rank: int
@@ -26,6 +27,7 @@ class Span(msgspec.Struct, frozen=True):
     start: float
     end: float
     number: int
+    cancelled: bool = False
 
 
 class Trace(msgspec.Struct):
@@ -38,10 +40,10 @@ class Trace(msgspec.Struct):
     seconds: float = 0.0
     invalid: dict[str, str] = {}
 
-    def ran(self, run: Run, graph: Graph, rank: int, start: float, end: float) -> None:
+    def ran(self, run: Run, graph: Graph, rank: int, start: float, end: float, *, cancelled: bool = False) -> None:
         """Record a run command on one of its ranks."""
         kind = graph[run.tasks[0]].kind
-        self.spans.append(Span(rank, DEVICE, kind, run.tasks, start, end, run.ticket))
+        self.spans.append(Span(rank, DEVICE, kind, run.tasks, start, end, run.ticket, cancelled))
         self.seconds = max(self.seconds, end)
 
     def moved(self, move: Move, start: float, end: float) -> None:
