@@ -1,7 +1,8 @@
 """`asyncflow plan`: what a step would take under each schedule, by the simulator alone, and what no plan can beat.
 
-No rank starts and no model loads, so it tells of machines that are not there. Costs are those of a run, or stated.
-Not modelled: what colocated ranks pay to swap judges and policy in and out of memory, and replays that best-of-n skips.
+Costs are measured in a few steps, or those of a run, or stated; with the latter two no rank starts and no model loads,
+so it tells of machines that are not there. Not modelled: what colocated ranks pay to swap judges and policy in and out
+of memory, and replays that best-of-n skips.
 """
 
 import shutil
@@ -14,18 +15,19 @@ import msgspec
 from algorithms.command import DEFAULT_RANKS
 from algorithms.config import RunConfig
 from algorithms.dancegrpo import DanceGRPO, DanceGRPOConfig
-from algorithms.train import Progress, dataflow
-from asyncflow import checkpoint, gantt
+from algorithms.profiling import costs_of, profile
+from algorithms.train import dataflow
+from asyncflow import gantt
 from asyncflow.config import suggestion
 from asyncflow.core import schedules
 from asyncflow.core.bounds import Bound, best_bound
-from asyncflow.core.cost import BatchSeconds, Durations, Seconds, StatedCosts
+from asyncflow.core.cost import BatchSeconds, CostTable, Durations, Seconds, StatedCosts
 from asyncflow.core.graph import JUDGE_KINDS, LOCAL_KINDS, Graph, Kind
 from asyncflow.core.plan import Cluster, Plan
 from asyncflow.core.search import search
 from asyncflow.core.simulate import simulate
 from asyncflow.core.trace import Trace, busy_share
-from asyncflow.errors import CheckpointError, ConfigError
+from asyncflow.errors import ConfigError
 from asyncflow.options import options
 from engines.rewards.registry import parse_rewards
 
@@ -48,20 +50,22 @@ class Prediction:
 @options(DanceGRPOConfig)
 @click.option("--costs", metavar="PATH", type=click.Path(path_type=Path), help=(
     "A run directory, whose newest checkpoint has the measured costs, or a JSON file of seconds by kind of task: "
-    '{"rollout": 29, "decode": 12.5, "forward": 15, "replay": 73.3, "score": {"batch": 100, "each": 9}, "update": 0}.'
+    '{"rollout": 29, "decode": 12.5, "forward": 15, "replay": 73.3, "score": {"batch": 100, "each": 9}, "update": 0}. '
+    "Without, a few steps are run to measure them."
+))  # fmt: skip
+@click.option("--profile-steps", type=click.IntRange(min=1), default=3, show_default=True, help=(
+    "Steps to run without --costs; medians of three leave the first, which is slower, out."
 ))  # fmt: skip
 @click.option("--ranks", type=int, default=DEFAULT_RANKS, show_default=True, help="Ranks to plan for.")
 @click.option("--picture", type=click.Path(path_type=Path), help="PNG file to draw the best schedule's step to.")
-def main(config: DanceGRPOConfig, costs: Path | None, ranks: int, picture: Path | None) -> None:
+def main(config: DanceGRPOConfig, costs: Path | None, profile_steps: int, ranks: int, picture: Path | None) -> None:
     """Predict a step of `asyncflow dancegrpo` with these options under each schedule, whatever --schedule says."""
-    if costs is None:
-        raise ConfigError(
-            "--costs: give a run directory or a JSON file of seconds by kind; a few steps measure them: "
-            "asyncflow dancegrpo --steps 3 --eval-every 0 --forward-replays --out runs/costs"
-        )
     if ranks < 2:
         raise ConfigError(f"--ranks: expected at least 2, one to act and one to judge, got {ranks}")
-    durations = read_costs(costs)
+    known = read_costs(costs) if costs else profile(config, ranks, profile_steps)
+    if isinstance(known, CostTable):
+        click.echo(_measured(known))
+    durations = known.estimates() if isinstance(known, CostTable) else known
     rewards = parse_rewards(config.reward)
     algorithm = DanceGRPO(config, tuple(reward.weight for reward in rewards))
     graph = dataflow(config, algorithm, rewards)
@@ -84,7 +88,7 @@ def main(config: DanceGRPOConfig, costs: Path | None, ranks: int, picture: Path 
     if not predictions:
         raise ConfigError(f"--costs: {costs}: {unknown}, which every schedule needs; measure or state it")
     best = min(predictions, key=lambda prediction: prediction.trace.seconds)
-    click.echo(f"\n{best.name}{_moved(best)}")
+    click.echo(f"\nfastest: {best.name}{_moved(best)}")
     click.echo(gantt.chart(best.trace, shutil.get_terminal_size().columns))
     if picture:
         gantt.draw(best.trace, picture)
@@ -104,14 +108,10 @@ def predict(
     return Prediction(name, graph, cluster, plan, simulate(graph, plan, durations), bound)
 
 
-def read_costs(path: Path) -> Durations:
+def read_costs(path: Path) -> CostTable | StatedCosts:
     """The costs that `--costs` names. Raises ConfigError if there are none, or if they cannot be read."""
     if path.is_dir():
-        try:
-            found, _ = checkpoint.latest(path / "checkpoints")
-        except CheckpointError as error:
-            raise ConfigError(f"--costs: {error}") from None
-        return msgspec.convert(found.meta["progress"], Progress).costs.estimates()
+        return costs_of(path)
     try:
         stated = msgspec.json.decode(path.read_bytes(), type=dict[str, Seconds | BatchSeconds])
     except OSError as error:
@@ -129,6 +129,16 @@ def read_costs(path: Path) -> Durations:
     return StatedCosts(stated, transfer)
 
 
+def _measured(costs: CostTable) -> str:
+    """The table of costs, and the lines through the judges' batches."""
+    lines = [f"{'measured':24}{'shape':8}{'batch':>6}{'median s':>11}{'5th %':>11}{'95th %':>11}{'number':>8}"]
+    for what, shape, batch, median, p5, p95, number in sorted(costs.spreads()):
+        lines.append(f"{what:24}{shape:8}{batch:6}{median:11.4g}{p5:11.4g}{p95:11.4g}{number:8}")
+    for judge, line in costs.estimates().judging.items():
+        lines.append(f"{judge}: a batch takes {line.batch:.3g} s and {line.each:.3g} s for each video or pair in it")
+    return "\n".join([*lines, ""])
+
+
 def _line(prediction: Prediction) -> str:
     seconds, bound = prediction.trace.seconds, prediction.bound
     ratio = seconds / bound.seconds if bound.seconds else 1.0
@@ -137,11 +147,14 @@ def _line(prediction: Prediction) -> str:
 
 
 def _moved(prediction: Prediction) -> str:
-    """How much of the policy's work lies on ranks that do not act."""
-    graph, actors = prediction.graph, prediction.cluster.actors
+    """What the search found: how much of the policy's work lies on ranks that do not act, and how these judge."""
+    if prediction.name != "stagebreaker":
+        return ""
+    graph, plan, actors = prediction.graph, prediction.plan, set(prediction.cluster.actors)
     parts = []
-    for kind in (Kind.DECODE, Kind.REPLAY):
-        tasks = graph.of(kind)
-        moved = sum(not set(prediction.plan.ranks[task.id]) & set(actors) for task in tasks)
-        parts.append(f"{moved} of {len(tasks)} {kind}s")
-    return f": reward ranks take {' and '.join(parts)}" if prediction.name == "stagebreaker" else ""
+    for kind in (Kind.DECODE, Kind.REPLAY, Kind.REFERENCE, Kind.OLD_LOG_PROB):
+        if tasks := graph.of(kind):
+            moved = sum(not set(plan.ranks[task.id]) & actors for task in tasks)
+            parts.append(f"{moved} of {len(tasks)} {kind}s")
+    batches = f"{'full batches of' if plan.judge_wait > 1 else 'batches of up to'} {plan.judge_batch}"
+    return f": reward ranks take {', '.join(parts)}, and judge {batches}"

@@ -5,15 +5,16 @@ every step; a search runs in a thread beside the next step, off the critical pat
 """
 
 import asyncio
-from collections.abc import Mapping
 
-from asyncflow.core.cost import CostTable
+from asyncflow.core.cost import CostTable, Estimates
 from asyncflow.core.graph import Graph
 from asyncflow.core.plan import Cluster, Plan
 from asyncflow.core.search import search
 
 DRIFT = 0.1
-"""Medians that moved by more than this share since the last search call for another one."""
+"""Medians that lie off what the last search was told of them by more than this share call for another one."""
+SLIGHT = 0.01
+"""What changes by less than this share of the longest task matters to no plan."""
 
 
 class Planner:
@@ -27,9 +28,10 @@ class Planner:
     ) -> None:
         self.found = found if searches and found and found.fits(graph, cluster) else None
         self.plan = self.found or plan
+        self._improved = plan
         self._graph, self._cluster = graph, cluster
         self._searches, self._fixed = searches, fixed
-        self._searched_with: Mapping[str, float] = {}
+        self._searched_with: Estimates | None = None
         self._search: asyncio.Task[tuple[Plan, float]] | None = None
 
     async def reconsider(self, costs: CostTable) -> None:
@@ -40,13 +42,20 @@ class Planner:
         if not self._searches or self._search or (self._fixed and self.found):
             return
         estimates = costs.estimates()
-        before, now = self._searched_with, estimates.medians
-        if before and all(abs(now[key] / seconds - 1) <= DRIFT for key, seconds in before.items() if seconds):
+        if self._searched_with and not _drifted(self._searched_with, estimates):
             return
-        self._searched_with = now
-        self._search = asyncio.create_task(asyncio.to_thread(search, self._graph, self.plan, self._cluster, estimates))
+        self._searched_with = estimates
+        searching = asyncio.to_thread(search, self._graph, self._improved, self._cluster, estimates)
+        self._search = asyncio.create_task(searching)
 
     async def close(self) -> None:
         """Wait for a search under way, whose plan nobody will follow."""
         if self._search:
             await self._search
+
+
+def _drifted(before: Estimates, now: Estimates) -> bool:
+    """Whether something takes another time than was thought, be it that it was never measured before."""
+    slight = SLIGHT * max(now.medians.values())
+    thought = ((before.row(key), took) for key, took in now.medians.items())
+    return any(seconds is not None and abs(took - seconds) > max(DRIFT * seconds, slight) for seconds, took in thought)

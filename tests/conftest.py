@@ -4,9 +4,12 @@ The settings reach torch and transformers, and the ranks that a test starts, thr
 """
 
 import gc
+import json
+import multiprocessing
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +17,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +34,11 @@ LIBRARY_OWNED = re.compile(r"/dev/(null|u?random|nvidia.*)|.*\.(so(\.[\d.]+)?|tt
 TRACKER = "multiprocessing.resource_tracker"
 SHARED_MEMORY = ("asyncflow", "psm_", "sem.mp-", "torch_")  # what Python, torch and we may name there; others run too
 PATIENCE_S = 2.0
+
+TESTS = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+SOON_S = 30.0
+LAUNCH = "import sys; from asyncflow.launch import start_ranks; sys.exit(start_ranks(2, 'ranks_script', sys.argv[1:]))"
 
 
 def held() -> Counter[str]:
@@ -113,11 +123,12 @@ def recipe(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[s
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., tuple[list[int | None], str]]:
     """Call it with a number of ranks, options and an output file: the exit codes of the ranks, and what they say."""
-    from multiprocessing.forkserver import ensure_running
-
     from algorithms.testing import start_ranks
 
-    ensure_running()  # until the session ends
+    first = multiprocessing.get_context("forkserver").Process()
+    first.start()  # and with it the server, which stays until the session ends
+    first.join()
+    first.close()
 
     def run_ranks(ranks: int, options: list[str], output: Path) -> tuple[list[int | None], str]:
         codes = start_ranks(ranks, options, output).wait(seconds=60)
@@ -150,3 +161,109 @@ def torchrun(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pat
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done: the adapter is in run/adapter") == 1
     return folder / "run"
+
+
+@dataclass
+class Ended:
+    """How a run ended: each rank's exit code and output, and everything on standard error."""
+
+    codes: list[int]
+    outputs: list[str]
+    errors: str
+    seconds: float
+
+    @property
+    def sentences(self) -> list[str]:
+        return [line for line in self.errors.splitlines() if line.startswith("error: ")]
+
+
+def launcher_store() -> Any:
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@dataclass
+class Started:
+    """A run under way."""
+
+    pids: list[int]
+    end: Callable[[], Ended]
+
+
+class Ranks:
+    """Forks ranks, and plays their launcher as far as to give them a store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, TESTS / "ranks_script.py"],
+            env=ENVIRONMENT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self.runs = 0
+        launcher_store()  # the first one opens a pipe that stays
+
+    def run(self, ranks: int, scenario: str, channel: str = "shared-memory") -> Ended:
+        return self.start(ranks, scenario, channel).end()
+
+    def start(self, ranks: int, scenario: str, channel: str = "shared-memory") -> Started:
+        self.runs += 1
+        store = launcher_store()
+        outputs = [self.folder / f"{self.runs}-{rank}" for rank in range(ranks)]
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
+        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        environments = [{**common, "RANK": str(rank), "OUTPUT": str(outputs[rank])} for rank in range(ranks)]
+        began = time.monotonic()
+        print(json.dumps({"arguments": [scenario, channel], "environments": environments}), file=self.process.stdin)
+        pids = self.answer(SOON_S)
+
+        def end(store: object = store) -> Ended:  # which must outlive the ranks
+            try:
+                codes = self.answer(SOON_S)
+            except TimeoutError:
+                for pid in pids:
+                    os.kill(pid, signal.SIGKILL)
+                self.answer(SOON_S)
+                raise
+            seconds = time.monotonic() - began
+            texts = [[Path(f"{output}.{stream}").read_text() for output in outputs] for stream in (1, 2)]
+            return Ended(codes, texts[0], "".join(texts[1]), seconds)
+
+        return Started(pids, end)
+
+    def answer(self, seconds: float) -> list[int]:
+        assert self.process.stdout
+        if not select.select([self.process.stdout], [], [], seconds)[0]:
+            raise TimeoutError("the ranks did not end")
+        return json.loads(self.process.stdout.readline())
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Call `run` with a number of ranks and a scenario of `ranks_script.py`."""
+    made = Ranks(tmp_path_factory.mktemp("ranks"))
+    with made.process:
+        yield made
+        assert made.process.stdin
+        made.process.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def launched() -> Callable[[str], subprocess.Popen[str]]:
+    """Call it with a scenario: a command that starts two ranks of its own, in a process group as a shell makes it."""
+
+    def launched(scenario: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, scenario, "shared-memory"],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+
+    return launched

@@ -5,13 +5,13 @@ from random import Random
 import msgspec
 import pytest
 
-from asyncflow.core.cost import BatchSeconds, CostTable, StatedCosts
+from asyncflow.core.cost import BatchSeconds, CostTable, Spread, StatedCosts
 from asyncflow.core.dispatch import Move, Run
 from asyncflow.core.graph import Graph, Kind, Task
 from asyncflow.core.plan import CONTROLLER
 from asyncflow.core.schedules import cluster, schedule
 from asyncflow.core.simulate import simulate
-from asyncflow.core.trace import DEVICE, Trace
+from asyncflow.core.trace import DEVICE, Span, Trace
 from asyncflow.testing import HashedDurations, random_step, rl_step
 
 SCORES = [Task(f"score/{n}", Kind.SCORE, shape="5s", judge="quality") for n in range(8)]
@@ -43,7 +43,9 @@ def test_other_batches_lie_on_the_line_through_those_that_were_seen():
 
 
 def test_from_one_size_others_are_in_proportion():
+    """Which says nothing of what a batch takes by itself."""
     assert observed((2, 3.0)).estimates().run(SCORES[:4], 2) == 6.0
+    assert observed((2, 3.0)).estimates().judging == {}
 
 
 def test_the_number_of_digits_of_a_size_does_not_matter():
@@ -124,9 +126,46 @@ def test_every_span_of_a_random_step_has_a_cost_afterwards():
             assert table.move(f"{span.tasks[0]}.{span.name}", 0, 1) >= 1.0
 
 
-def test_no_batch_takes_less_than_no_time():
-    """A line through noisy medians may fall; it is not followed below 0."""
-    assert observed((2, 3.0), (4, 1.0)).estimates().run(SCORES[:8], 2) == 0.0
+@pytest.mark.parametrize(("medians", "line"), [
+    ({1: 109.0, 4: 136.0, 8: 172.0}, BatchSeconds(100.0, 9.0)),
+    ({1: 2.0, 2: 3.0, 3: 7.0}, BatchSeconds(0.0, 29 / 14)),
+    ({2: 3.0, 4: 1.0}, BatchSeconds(2.0, 0.0)),
+])  # fmt: skip
+def test_what_a_judge_s_batches_take_is_a_line(medians: dict[int, float], line: BatchSeconds):
+    """Least squares through all sizes; it neither falls nor begins below 0, whatever noise the medians have."""
+    fitted = observed(*medians.items()).estimates().judging["score/quality"]
+    assert (fitted.batch, fitted.each) == pytest.approx((line.batch, line.each))
+
+
+def test_a_size_that_was_seen_often_pulls_the_line():
+    """As much as its number says; an outlier among its durations does not, since its median stands for them."""
+    once = observed((1, 1.0), (2, 2.0), (4, 10.0)).estimates().judging["score/quality"]
+    often = observed((1, 1.0), (2, 2.0), (2, 2.0), (2, 900.0), (4, 10.0)).estimates().judging["score/quality"]
+    assert abs(often.of(2) - 2.0) < abs(once.of(2) - 2.0)
+
+
+def test_a_rank_that_saw_one_size_takes_the_line_of_all():
+    table = observed((2, 3.0), (4, 4.0))
+    table.observe(Trace([Span(5, DEVICE, "score", ("score/0", "score/1"), 0.0, 3.0, 1)]), GRAPH)
+    assert [table.estimates().run(SCORES[:n], 5) for n in (2, 6)] == [3.0, pytest.approx(5.0)]
+
+
+def test_the_spread_of_what_was_measured():
+    """Of all ranks together, by kind, judge, shape and batch; a transfer counts once, though it has two ends."""
+    table = observed((2, 3.0), (2, 1.0), (2, 2.0))
+    trace = Trace()
+    trace.moved(Move(1, "rollout/0.path", 0, 1), 1.0, 1.5)
+    trace.ran(Run(2, ("score/0", "score/1"), (3,)), GRAPH, 3, 0.0, 22.0)
+    table.observe(trace, GRAPH)
+    scores, moves = table.spreads()
+    assert scores == Spread("score/quality", "5s", 2, 2.5, pytest.approx(1.15), pytest.approx(19.15), 4)
+    assert moves == Spread("rollout.path", "", 1, 0.5, 0.5, 0.5, 1)
+
+
+def test_what_stopped_early_is_no_cost():
+    table = CostTable()
+    table.observe(Trace([Span(2, DEVICE, "score", ("score/0",), 0.0, 1.0, 1, cancelled=True)]), GRAPH)
+    assert table == CostTable()
 
 
 def test_what_the_controller_computes_need_not_be_measured():

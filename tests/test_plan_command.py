@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +14,11 @@ import pytest
 from algorithms.cli import asyncflow
 from algorithms.config import RunConfig
 from algorithms.plan import read_costs
+from algorithms.resume import Progress
 from algorithms.step import step_graph
-from algorithms.train import Progress
-from asyncflow import checkpoint, gantt
+from asyncflow import checkpoint, gantt, launch
 from asyncflow.core.cost import CostTable
+from asyncflow.core.graph import LOCAL_KINDS, Kind
 from asyncflow.core.schedules import NAMES, cluster, schedule
 from asyncflow.core.simulate import simulate
 from asyncflow.core.trace import DEVICE, TRANSFER, Span, Trace
@@ -62,12 +64,23 @@ def test_the_paper_s_figure_16(planned: Planned) -> None:
     assert [table[name][0] for name in NAMES] == ["655.20", "979.30", "778.80", "688.80", "553.00"]
     assert [table[name][1] for name in NAMES] == ["655.20", "887.80", "778.80", "688.80", "538.20"]
     assert table["stagebreaker"][2:] == ["1.03", "100%", "100%", "100%", "100%", "87%", "87%;", "ranks"]
-    assert "stagebreaker: reward ranks take 20 of 24 decodes and 4 of 24 replays" in out
+    found = "reward ranks take 20 of 24 decodes, 4 of 24 replays, and judge full batches of 12"
+    assert f"fastest: stagebreaker: {found}\n" in out
     chart = out[out.index("rank 0") :].splitlines()
     assert all(len(line) == 80 for line in chart[:7])
     assert [line[:9] for line in chart[:6]] == [f"rank {n}  {'RRRR··'[n]}" for n in range(6)]
     assert chart[6].split() == ["0", "s", "553.0", "s"]
     assert chart[7] == "R rollout  D decode  P replay  S score  U update"
+
+
+def test_a_divergence_needs_references(planned: Planned, tmp_path: Path) -> None:
+    """Which wait for the scores under the baselines, and which the search may give to reward ranks."""
+    (tmp_path / "more.json").write_text(json.dumps({**FIGURE_16, "score": 5, "reference": 20}))
+    without, out = (planned("--costs", "more.json", *THREE_RANKS, *kl) for kl in ((), ("--kl", "0.1")))
+    more = {name: float(rows(out)[name][0]) - float(rows(without)[name][0]) for name in NAMES}
+    assert (more["colocated"], more["async-reward"], more["merged-replay"]) == pytest.approx((2 * 20, 2 * 20, 2 * 20))
+    assert more["stagebreaker"] < 2 * 20
+    assert re.search(r"stagebreaker: .*, [1-4] of 4 references, and judge ", out)
 
 
 def test_more_ranks_than_this_machine_has(planned: Planned) -> None:
@@ -89,7 +102,62 @@ def test_the_costs_of_a_run(planned: Planned, tmp_path: Path) -> None:
     out = planned("--costs", "before", *THREE_RANKS)
     assert rows(out)["merged-replay"] == rows(planned("--costs", "costs.json", *THREE_RANKS))["merged-replay"]
     assert rows(out)["async-train"] == "no cost was measured for forward 'b1'".split()
+    measured = [line.split() for line in out.splitlines() if line.startswith(("measured", "replay", "score"))]
+    assert measured[0] == "measured shape batch median s 5th % 95th % number".split()
+    assert measured[1] == "replay b1 1 73.3 73.3 73.3 4".split()
+    assert measured[-1] == "score/colour: a batch takes 100 s and 9 s for each video or pair in it".split()
     assert len(rows(out)) == len(NAMES)
+
+
+def test_without_costs_a_few_steps_measure_them(
+    planned: Planned,
+    recipe: list[str],
+    run_ranks: Callable[..., tuple[list[int | None], str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every kind of task that any schedule has, on real ranks, of whose run nothing is left."""
+
+    def start_ranks(ranks: int, module: str, arguments: list[str]) -> int:
+        codes, said = run_ranks(ranks, arguments, tmp_path / "said")
+        assert codes == [0] * ranks, said
+        return 0
+
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(launch, "start_ranks", start_ranks)
+    out = planned(*recipe, "--profile-steps=2")
+    assert out.startswith("profiling 2 steps on 2 ranks; of this run nothing is kept but its costs\n")
+    measured = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.startswith(tuple(Kind))}
+    assert {kind.partition("/")[0].partition(".")[0] for kind in measured} == {
+        "rollout", "decode", "score", "compare", "forward", "replay", "update"
+    }  # fmt: skip
+    assert measured["forward"][:2] == ["b2", "1"]
+    assert measured["update"][-1] == "4", "two mini-batches in each step"
+    assert len(rows(out)) == len(NAMES)
+    assert all(float(row[0]) >= float(row[1]) > 0 for row in rows(out).values())
+    fastest = min(rows(out).items(), key=lambda row: float(row[1][0]))[0]
+    assert f"fastest: {fastest}" in out
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("code", "exit_code", "sentence"), [
+    (1, 1, "Error: the steps to profile failed for the reason above; mend it, or give --costs\n"),
+    (launch.INTERRUPTED, 130, "Error: interrupted\n"),
+])  # fmt: skip
+def test_a_profile_that_fails(
+    planned: Planned, recipe: list[str], monkeypatch: pytest.MonkeyPatch, code: int, exit_code: int, sentence: str
+) -> None:
+    monkeypatch.setattr(launch, "start_ranks", lambda *_: code)
+    assert planned(*recipe, code=exit_code) == sentence
+
+
+def test_a_profile_that_cannot_be(planned: Planned, recipe: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before a rank starts, with the words of a run."""
+    monkeypatch.setattr(launch, "start_ranks", lambda *_: pytest.fail("ranks were started"))
+    sentence = planned(*recipe, "--reward-ranks", "2", code=2)
+    assert sentence.startswith("Error: --reward-ranks: the async-train schedule needs at least 1 reward rank")
 
 
 def test_the_picture(planned: Planned, tmp_path: Path) -> None:
@@ -105,7 +173,6 @@ def test_a_picture_without_matplotlib(planned: Planned, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("options", "sentence"), [
-    ("", "--costs: give a run directory or a JSON file of seconds by kind; a few steps measure them: asyncflow "),
     ("--costs none.json", "--costs: cannot read none.json: No such file or directory"),
     ("--costs .", "--costs: checkpoints: holds no checkpoint"),
     ("--costs costs.json --ranks 1", "--ranks: expected at least 2, one to act and one to judge, got 1"),
@@ -162,6 +229,13 @@ def test_a_chart_shows_what_a_rank_did_longest() -> None:
     assert lines[:2] == ["rank 0  Rrr··Dd···", "rank 1  ······SsSs"]
     assert lines[2] == "        0 s 10.0 s"
     assert lines[3] == "R rollout  D decode  S score"
+
+
+def test_every_kind_that_a_rank_runs_has_a_letter_of_its_own() -> None:
+    """But for the two ways to judge, which look alike."""
+    assert {*gantt.STYLES} == {*Kind} - LOCAL_KINDS
+    assert len({letter for letter, _ in gantt.STYLES.values()}) == len(gantt.STYLES)
+    assert len({colour for _, colour in gantt.STYLES.values()}) == len(gantt.STYLES) - 1
 
 
 def test_a_step_that_takes_no_time_has_a_chart() -> None:

@@ -5,12 +5,14 @@ from collections import Counter
 
 import pytest
 
+from algorithms.step import step_graph
 from asyncflow.core.graph import JUDGE_KINDS, LOCAL_KINDS, Graph, Kind, Task
 from asyncflow.core.plan import Cluster, Plan
 from asyncflow.core.schedules import NAMES, Name, cluster, schedule
 from asyncflow.core.simulate import simulate
 from asyncflow.core.trace import DEVICE, Span
 from asyncflow.testing import HashedDurations, rl_step
+from engines.rewards.registry import parse_rewards
 
 BARRIERED: tuple[Name, ...] = ("colocated", "async-reward")
 UNBARRIERED: tuple[Name, ...] = ("async-train", "merged-replay", "stagebreaker")
@@ -52,6 +54,21 @@ def ancestors(graph: Graph, name: str) -> set[str]:
 def test_training_begins_when_all_is_scored(name: Name, seed: int):
     spans = simulated(name, seed)
     assert bounds(spans, *TRAINING)[0] >= bounds(spans, *JUDGE_KINDS)[1]
+
+
+@pytest.mark.parametrize("name", BARRIERED)
+def test_references_and_old_log_probabilities_are_training(name: Name):
+    """They wait for the scores like replays, and stay with their micro-batch."""
+    dataflow = step_graph(
+        4, 4, mini_batches=2, task_batch=2, rewards=parse_rewards(["colour"]), reference=True, recompute_old=True
+    )
+    ranks = cluster(name, 4, 0 if name == "colocated" else 2)
+    graph, plan = schedule(name, dataflow, ranks)
+    held = graph.of(Kind.REFERENCE, Kind.OLD_LOG_PROB)
+    assert Counter(task.kind for task in held) == {Kind.REFERENCE: 8, Kind.OLD_LOG_PROB: 4}
+    for task in held:
+        assert "barrier/scoring" in task.after
+        assert plan.ranks[task.id] == plan.ranks[f"rollout/{task.id.partition('/')[2]}"]
 
 
 @pytest.mark.parametrize("name", UNBARRIERED)

@@ -1,5 +1,6 @@
 """What is executed is what was simulated: the same trace, order and ties included."""
 
+from math import inf
 from random import Random
 
 import pytest
@@ -95,6 +96,23 @@ def test_a_gang_holds_the_transfer_lanes_of_its_ranks():
     plan = Plan({**places, "replay/0": (2,), "score/0": (0,)}, tuple(graph.tasks))
     trace = simulate(graph, plan, Fixed(rollout=1.0, update=5.0, replay=3.0, frames=1.0, path=1.0))
     assert spans(trace, 0, TRANSFER) == [(("rollout/0",), 1.0, 2.0), (("replay/0",), 6.0, 7.0)]
+
+
+def test_a_step_that_takes_too_long_is_given_up():
+    """And one that does not is simulated as without a limit, be the limit its very seconds."""
+    for seed in range(60):
+        graph, plan = random_step(Random(seed), ranks=3, size=30)
+        durations = HashedDurations(seed, FLOATS)
+        whole = simulate(graph, plan, durations)
+        assert simulate(graph, plan, durations, limit=whole.seconds) == whole, f"seed {seed}"
+        assert simulate(graph, plan, durations, limit=whole.seconds * 0.999).seconds > whole.seconds * 0.999
+
+
+def test_a_rank_with_too_much_to_do_ends_a_simulation_before_it_begins():
+    graph = Graph([Task("rollout/0", Kind.ROLLOUT), Task("rollout/1", Kind.ROLLOUT)])
+    plan = Plan({"rollout/0": (0,), "rollout/1": (0,)}, tuple(graph.tasks))
+    assert simulate(graph, plan, Fixed(rollout=2.0), limit=3.0) == Trace(seconds=inf)
+    assert simulate(graph, plan, Fixed(rollout=2.0), limit=4.0).seconds == 4.0
 
 
 def test_a_plan_that_deadlocks_is_refused():

@@ -5,15 +5,18 @@ The controller feeds a table with every step's trace; the simulator asks it. All
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import median
-from typing import Annotated, Protocol
+from statistics import fmean, linear_regression, median, quantiles
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 
 from asyncflow.core.graph import LOCAL_KINDS, Graph, Task
-from asyncflow.core.trace import DEVICE, Trace
+from asyncflow.core.trace import DEVICE, TRANSFER, Trace
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+ANY = ""
+"""In place of a rank: all of them."""
 
 
 class Durations(Protocol):
@@ -26,12 +29,34 @@ class Durations(Protocol):
         """Seconds from the launch of a transfer to its arrival."""
 
 
-class CostTable(msgspec.Struct):
-    """The last `keep` durations of each (rank, kind, shape, batch) and of each kind of transfer.
+class BatchSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a judge batch takes: `batch` seconds, and `each` more for every task in it."""
 
-    Costs are kept for each rank, since GPUs may be unequal; a rank that never ran such a task is thought to take what
-    the others take. A judge batch of a size that was not seen is estimated on the line through the medians of the sizes
-    that were; from one size alone, in proportion. A tensor that never moved is thought to take what the slowest took.
+    batch: Seconds
+    each: Seconds
+
+    def of(self, size: int) -> float:
+        """Seconds of a batch of `size` tasks."""
+        return self.batch + self.each * size
+
+
+class Spread(NamedTuple):
+    """What was measured of one row of a table, on all ranks together, in seconds."""
+
+    what: str
+    """A kind, with a judge's name as kind/judge; of a transfer kind.part, the kind of the task that made the tensor."""
+    shape: str
+    batch: int
+    median: float
+    p5: float
+    p95: float
+    number: int
+
+
+class CostTable(msgspec.Struct):
+    """The last `keep` durations of each (rank, kind, shape, judge, batch) and of each kind of transfer.
+
+    A gang's collective has no row of its own: it is a part of what its update takes.
     """
 
     runs: dict[str, list[float]] = {}
@@ -39,70 +64,108 @@ class CostTable(msgspec.Struct):
     keep: int = 32
 
     def observe(self, trace: Trace, graph: Graph) -> None:
-        """Add the durations of a measured step."""
+        """Add the durations of a measured step, but for what stopped early."""
+        moved = set()
         for span in trace.spans:
             task = graph[span.tasks[0]]
-            if span.lane == DEVICE:
+            if span.lane == DEVICE and not span.cancelled:
                 key = run_key(span.rank, task, len(span.tasks))
                 self.runs[key] = [*self.runs.get(key, []), span.end - span.start][-self.keep :]
-            else:
+            elif span.lane == TRANSFER and span.number not in moved:  # it stands on both its ends
+                moved.add(span.number)
                 key = f"{task.kind}.{span.name}"
                 self.moves[key] = [*self.moves.get(key, []), span.end - span.start][-self.keep :]
 
     def estimates(self) -> "Estimates":
         """What the table says now, for a simulation or many."""
-        return Estimates(
-            {key: median(seconds) for key, seconds in self.runs.items()},
-            {key: median(seconds) for key, seconds in self.moves.items()},
-        )
+        return Estimates(self.runs, self.moves)
+
+    def spreads(self) -> list[Spread]:
+        """Medians and percentiles of all that was measured, in the order in which it first was."""
+        rows: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+        for key, seconds in self.runs.items():
+            _, row, size = _parts(key)
+            kind, shape, judge = row.split("|")
+            if kind not in LOCAL_KINDS:
+                rows[f"{kind}/{judge}" if judge else kind, shape, size] += seconds
+        for part, seconds in self.moves.items():
+            rows[part, "", 1] += seconds
+        return [_spread(*row, seconds) for row, seconds in rows.items()]
 
 
 class Estimates:
-    """The medians of a table, as `Durations`."""
+    """The medians of a table, as `Durations`, and what follows from them for what was not measured.
 
-    def __init__(self, runs: dict[str, float], moves: dict[str, float]) -> None:
-        self.medians = runs | moves
+    Costs are kept for each rank, since GPUs may be unequal; a rank that never ran such a task is thought to take what
+    the others take. A judge batch of a size that was not seen lies on the line that fits the others. A tensor that
+    never moved is thought to take what the slowest took.
+    """
+
+    def __init__(self, runs: Mapping[str, Sequence[float]], moves: Mapping[str, Sequence[float]]) -> None:
+        self.medians = {key: median(seconds) for key, seconds in (*runs.items(), *moves.items())}
         """Everything that was measured, by the rows of the table."""
-        self._moves = moves
-        self._slowest_move = max(moves.values(), default=0.0)
-        batches: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self._slowest_move = max((self.medians[part] for part in moves), default=0.0)
+        sizes: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for key, seconds in runs.items():
-            rank, kind, shape, judge, size = key.split("|")
-            for row in (f"{rank}|{kind}|{shape}|{judge}", f"{kind}|{shape}|{judge}"):
-                batches[row][int(size)].append(seconds)
-        self._batches = {
-            row: sorted((size, median(seconds)) for size, seconds in sizes.items()) for row, sizes in batches.items()
+            rank, row, size = _parts(key)
+            sizes[rank, row][size] += seconds
+            sizes[ANY, row][size] += seconds
+        self._lines = {
+            (rank, row): _line(sizes[ANY, row] if len(seen) == 1 < len(sizes[ANY, row]) else seen)
+            for (rank, row), seen in sizes.items()
         }
+        kinds = {row: row.split("|") for rank, row in sizes if rank == ANY and len(sizes[rank, row]) > 1}
+        self.judging = {f"{kind}/{judge}": self._lines[ANY, row] for row, (kind, _, judge) in kinds.items()}
+        """By kind/judge the line that fits its batches, where more than one size of them was seen, on all ranks."""
 
     def run(self, tasks: Sequence[Task], rank: int) -> float:
         """See `Durations`. Raises KeyError if no task of this kind and shape was measured, but for the controller's."""
-        task, size = tasks[0], len(tasks)
-        key = run_key(rank, task, size)
-        if key in self.medians:
-            return self.medians[key]
-        row = f"{task.kind}|{task.shape}|{task.judge}"
-        known = self._batches.get(f"{rank}|{row}") or self._batches.get(row)
-        if not known and task.kind in LOCAL_KINDS:
-            return 0.0
-        if not known:
+        task = tasks[0]
+        seconds = self.row(run_key(rank, task, len(tasks)))
+        if seconds is None and task.kind not in LOCAL_KINDS:
             raise KeyError(f"no cost was measured for {task.kind} {task.shape!r}")
-        (small, fast), (large, slow) = known[0], known[-1]
-        if small == large:
-            return fast * size / small
-        return max(0.0, fast + (slow - fast) * (size - small) / (large - small))
+        return seconds or 0.0
+
+    def row(self, key: str) -> float | None:
+        """The seconds of a row of the table, whether it is there or not; None if nothing like it is."""
+        if key in self.medians or "|" not in key:
+            return self.medians.get(key)
+        rank, row, size = _parts(key)
+        line = self._lines.get((rank, row)) or self._lines.get((ANY, row))
+        return line.of(size) if line else None
 
     def move(self, tensor: str, source: int, target: int) -> float:
         """See `Durations`; the ranks are of one host and one kind of link, so they do not matter."""
         owner, _, part = tensor.rpartition(".")
         kind = owner.partition("/")[0]
-        return self._moves.get(f"{kind}.{part}", self._slowest_move)
+        return self.medians.get(f"{kind}.{part}", self._slowest_move)
 
 
-class BatchSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a judge batch takes: `batch` seconds, and `each` more for every task in it."""
+def _spread(what: str, shape: str, batch: int, seconds: Sequence[float]) -> Spread:
+    cuts = quantiles(seconds, n=20, method="inclusive") if len(seconds) > 1 else seconds
+    return Spread(what, shape, batch, median(seconds), cuts[0], cuts[-1], len(seconds))
 
-    batch: Seconds
-    each: Seconds
+
+def _parts(key: str) -> tuple[str, str, int]:
+    """The rank, the kind with shape and judge, and the size of the batch."""
+    rank, _, rest = key.partition("|")
+    row, _, size = rest.rpartition("|")
+    return rank, row, int(size)
+
+
+def _line(sizes: Mapping[int, Sequence[float]]) -> BatchSeconds:
+    """Least squares through the medians of the sizes, each as often as it was seen; neither part is below 0.
+
+    From one size the others are in proportion.
+    """
+    seen = [(size, median(seconds)) for size, seconds in sizes.items() for _ in seconds]
+    if len(sizes) > 1:
+        each, batch = linear_regression(*zip(*seen, strict=True))
+        if each < 0.0:
+            return BatchSeconds(fmean(seconds for _, seconds in seen), 0.0)
+        if batch >= 0.0:
+            return BatchSeconds(batch, each)
+    return BatchSeconds(0.0, sum(n * seconds for n, seconds in seen) / sum(n * n for n, _ in seen))
 
 
 class StatedCosts:
@@ -123,7 +186,7 @@ class StatedCosts:
         if stated is None:
             raise KeyError(f"no cost is stated for {task.kind}")
         if isinstance(stated, BatchSeconds):
-            return stated.batch + stated.each * len(tasks)
+            return stated.of(len(tasks))
         return stated * len(tasks)
 
     def move(self, tensor: str, source: int, target: int) -> float:

@@ -14,6 +14,8 @@ from asyncflow.core.plan import CONTROLLER, Cluster, Plan
 
 Name = Literal["colocated", "async-reward", "async-train", "merged-replay", "stagebreaker"]
 NAMES: tuple[Name, ...] = get_args(Name)
+TRAINING = (Kind.REFERENCE, Kind.OLD_LOG_PROB, Kind.FORWARD, Kind.REPLAY)
+"""What a system that works in stages does after scoring."""
 
 
 def cluster(name: Name, ranks: int, reward_ranks: int) -> Cluster:
@@ -53,7 +55,7 @@ def schedule(
     if name == "colocated":
         tasks = _with_barrier(tasks, "rollout", (Kind.ROLLOUT, Kind.DECODE), tuple(JUDGE_KINDS))
     if name in ("colocated", "async-reward"):
-        tasks = _with_barrier(tasks, "scoring", (Kind.ADVANTAGE,), (Kind.FORWARD, Kind.REPLAY))
+        tasks = _with_barrier(tasks, "scoring", (Kind.ADVANTAGE,), TRAINING)
     graph = Graph(tasks)
     return graph, Plan(_place(graph, ranks), tuple(graph.tasks), judge_batch)
 

@@ -1,11 +1,12 @@
-"""Finds the plan of the `stagebreaker` schedule: which decodes and replays move from actors to reward ranks.
+"""Finds the plan of the `stagebreaker` schedule: what moves to the reward ranks, how judges batch, what goes first.
 
-Every split is simulated by the dispatcher that will run it, so what is chosen is what happens. Pure; the training loop
-calls it once costs are known.
+Every plan that is considered is simulated by the dispatcher that would run it, so what is chosen is what happens. Pure;
+the training loop calls it once costs are known.
 """
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from itertools import cycle, product
+from typing import Any
 
 import msgspec
 
@@ -14,44 +15,110 @@ from asyncflow.core.graph import JUDGE_KINDS, Graph, Kind, Task, producer
 from asyncflow.core.plan import Cluster, Plan
 from asyncflow.core.simulate import simulate
 
+ROUNDS = 4
+"""How often each decision is looked at again, in the light of the others."""
+
+FIRST: tuple[frozenset[Kind], ...] = (
+    frozenset(),
+    frozenset({Kind.ROLLOUT}),
+    JUDGE_KINDS,
+    frozenset({Kind.REFERENCE, Kind.OLD_LOG_PROB, Kind.REPLAY}),
+)
+"""Kinds that may go first among a rank's ready tasks; the others keep the order of the plan that is improved."""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """What the search decides: tasks that move to the judges, the judges' batches, and the kinds that go `first`.
+
+    The first `decodes` move, since an actor decodes its last video itself while judges are busy; `replays` of each of
+    the last `batches` mini-batches, since judges are free by then; and `references` and `old_log_probs`, first those
+    whose replay moved.
+    """
+
+    judge_batch: int
+    patient: bool = False
+    decodes: int = 0
+    batches: int = 0
+    replays: int = 0
+    references: int = 0
+    old_log_probs: int = 0
+    first: frozenset[Kind] = frozenset()
+
+    @property
+    def moves(self) -> int:
+        """How many tasks move."""
+        return self.decodes + self.batches * self.replays + self.references + self.old_log_probs
+
 
 def search(graph: Graph, plan: Plan, ranks: Cluster, durations: Durations) -> tuple[Plan, float]:
-    """The best plan and its simulated seconds; among equals the one found first, which moves least.
+    """The best plan that was found and its simulated seconds; among equals the one that moves least.
 
-    Every split of the decodes is tried with every share of the last mini-batches' replays, each with judges that take
-    what is there and with judges that wait for a full batch (StageBreaker paper, section 4.3).
+    `plan` is the schedule's own. Every split of the decodes is tried with every share of the last mini-batches' replays
+    (StageBreaker paper, section 4.3), then the other decisions, at most three together, and again until nothing gets
+    better.
     """
-    best, seconds = plan, simulate(graph, plan, durations).seconds
-    for wait, decodes, (batches, replays) in product(
-        (1, plan.judge_batch), range(len(graph.of(Kind.DECODE)) + 1), _shares(graph)
-    ):
-        waiting = msgspec.structs.replace(plan, judge_wait=wait)
-        candidate = split(graph, waiting, ranks, decodes, batches, replays)
-        took = simulate(graph, candidate, durations).seconds
-        if took < seconds:
-            best, seconds = candidate, took
-    return best, seconds
+    best = Choice(plan.judge_batch)
+    found, seconds = plan, simulate(graph, plan, durations).seconds
+    tried = {best}
+    for changes in _decisions(graph, plan) * ROUNDS:
+        for change in changes:
+            choice = msgspec.structs.replace(best, **ChainMap(*change))
+            if choice in tried:
+                continue
+            tried.add(choice)
+            candidate = planned(graph, plan, ranks, choice)
+            took = simulate(graph, candidate, durations, limit=seconds).seconds
+            if (took, choice.moves) < (seconds, best.moves):
+                best, found, seconds = choice, candidate, took
+    return found, seconds
 
 
-def split(graph: Graph, plan: Plan, ranks: Cluster, decodes: int, batches: int = 0, replays: int = 0) -> Plan:
-    """`plan` with so many decodes moved to the judges, and so many replays of each of the last mini-batches.
-
-    Decodes of the first rollouts move, since an actor decodes its last video itself while judges are busy; replays of
-    the last mini-batches move, since judges are free by then. A moved video is judged where it is decoded.
-    """
+def planned(graph: Graph, plan: Plan, ranks: Cluster, choice: Choice) -> Plan:
+    """`plan`, changed as `choice` says. What moves goes round the judges; a video is judged where it is decoded."""
     places = dict(plan.ranks)
     judges = cycle(ranks.judges)
-    for task in graph.of(Kind.DECODE)[:decodes]:
+    for task in graph.of(Kind.DECODE)[: choice.decodes]:
         places[task.id] = (next(judges),)
-    for task in graph:
-        if task.kind in JUDGE_KINDS:
-            (maker,) = places[producer(task.inputs[0])]
-            if maker in ranks.judges:
-                places[task.id] = (maker,)
-    for mini_batch in list(reversed(_replays(graph)))[:batches]:
-        for task in mini_batch[:replays]:
-            places[task.id] = (next(judges),)
-    return msgspec.structs.replace(plan, ranks=places)
+    for task in graph.of(*JUDGE_KINDS):
+        (maker,) = places[producer(task.inputs[0])]
+        if maker in ranks.judges:
+            places[task.id] = (maker,)
+    moved: dict[tuple[int, tuple[int, ...]], int] = {}
+    for mini_batch in list(reversed(_replays(graph)))[: choice.batches]:
+        for task in mini_batch[: choice.replays]:
+            moved[task.group, task.candidates] = next(judges)
+            places[task.id] = (moved[task.group, task.candidates],)
+    for kind, count in ((Kind.REFERENCE, choice.references), (Kind.OLD_LOG_PROB, choice.old_log_probs)):
+        for task in sorted(graph.of(kind), key=lambda task: (task.group, task.candidates) not in moved)[:count]:
+            batch = task.group, task.candidates
+            places[task.id] = (moved[batch] if batch in moved else next(judges),)
+    order = tuple(sorted(plan.order, key=lambda name: graph[name].kind not in choice.first))
+    return Plan(places, order, choice.judge_batch, choice.judge_batch if choice.patient else 1)
+
+
+Change = tuple[dict[str, Any], ...]
+"""Fields of a `Choice` and their values."""
+
+
+def _decisions(graph: Graph, plan: Plan) -> list[list[Change]]:
+    """What is decided together: the changes to try, in each field that which moves least first."""
+    wait = [{"patient": patient} for patient in (False, True)]
+    decodes = _counts("decodes", graph.of(Kind.DECODE))
+    replays = [{"batches": batches, "replays": each} for batches, each in _shares(graph)]
+    references = _counts("references", graph.of(Kind.REFERENCE))
+    old = _counts("old_log_probs", graph.of(Kind.OLD_LOG_PROB))
+    sizes = {plan.judge_batch, *(2**power for power in range(plan.judge_batch.bit_length()))}
+    batch = [{"judge_batch": size} for size in sorted(sizes, reverse=True)]
+    first = [{"first": kinds} for kinds in FIRST]
+    together = (
+        (wait, decodes, replays), (wait, batch, first), (wait, references, replays), (wait, references, decodes),
+        (wait, old, replays), (wait, old, decodes), (old, references),
+    )  # fmt: skip
+    return [list(product(*fields)) for fields in together]
+
+
+def _counts(field: str, tasks: list[Task]) -> list[dict[str, Any]]:
+    return [{field: count} for count in range(len(tasks) + 1)]
 
 
 def _replays(graph: Graph) -> list[list[Task]]:
