@@ -1,6 +1,6 @@
 """What an algorithm states, and the scalar calculus that all of them share.
 
-A loss depends on the weights only through scalars, its units u (one for each candidate and denoising step), so its
+A loss depends on the weights only through scalars, its units u (M for each candidate and denoising step), so its
 gradient is the sum over j of c_j grad u_j with c = dL/du: replay makes the unit gradients before any score is known,
 and `coefficients` differentiates the loss over the scalars once the rewards are. `StepProgram` calls both.
 """
@@ -60,21 +60,25 @@ class Algorithm(Protocol):
         """The advantages of `group` from the rewards [G, R], NaN where invalid, of it or of all groups."""
 
     def weights(self, units: Tensor, old_units: Tensor, trained: Tensor) -> Tensor:
-        """How few sums of a candidate's unit gradients hold the gradient of any loss: rows [n, W, U], float64.
+        """How few sums of a candidate's unit gradients hold the gradient of any loss: rows [n, W, k, M], float64.
 
-        Whatever the rewards, dL/du must be a combination of a candidate's rows. Rows that are alike for a whole
-        micro-batch are kept once. The unit matrix keeps every unit. Engines call it too.
+        For units [n, k, M], old [n, k] and trained [n, k] of all replayed steps or, in a packed replay, of one step
+        after the other: a step's columns come from its own units alone. Whatever the rewards, dL/du must be a
+        combination of a candidate's rows. Rows alike for a whole micro-batch are kept once. Engines call it.
         """
 
     def loss(self, units: Tensor, old_units: Tensor, advantages: Tensor, trained: Tensor) -> Loss:
-        """The loss over a mini-batch of n candidates: units [n, U], advantages [n, R], trained [n, U] bool, float64."""
+        """The loss over a mini-batch of n candidates, float64 but for `trained`, which is bool.
+
+        units [n, K, M], the old ones of the first of them [n, K], advantages [n, R], trained [n, K].
+        """
 
 
 def coefficients(
     algorithm: Algorithm, units: Tensor, old_units: Tensor, advantages: Tensor, trained: Tensor
 ) -> tuple[Tensor, Loss]:
-    """c = dL/du [n, U] float64, exactly 0 where not trained, and the loss; something must be trained."""
+    """c = dL/du [n, K, M] float64, exactly 0 where not trained, and the loss; something must be trained."""
     leaf = units.detach().requires_grad_()
     loss = algorithm.loss(leaf, old_units, advantages, trained)
     (gradient,) = torch.autograd.grad(loss.value, leaf)
-    return torch.where(trained, gradient, torch.zeros_like(gradient)), loss
+    return torch.where(trained[:, :, None], gradient, torch.zeros_like(gradient)), loss

@@ -33,6 +33,20 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     task_batch: Annotated[
         int, Meta(ge=1, description="Candidates of one group that a task holds; 1 suits a real model.")
     ] = 8
+    replay_order: Annotated[
+        Literal["by-chunk", "batched", "packed"],
+        Meta(
+            description="What one forward of a replay holds: a chunk at a denoising step, a chunk at all steps, or all "
+            "chunks at a step. The first needs the least memory."
+        ),
+    ] = "by-chunk"
+    old_log_probs: Annotated[
+        Literal["recorded", "recomputed"] | None,
+        Meta(
+            description="Old log-probabilities as the rollout recorded them, or recomputed before the first update; by "
+            "default recorded, and recomputed where the replay's forwards hold more than the rollout's."
+        ),
+    ] = None
     judge_batch: Annotated[int, Meta(ge=1, description="The most videos (or pairs) that a judge takes at once.")] = 8
     lr: Annotated[float, Meta(gt=0, description="Learning rate of AdamW.")] = 3e-4
     warm_up: Annotated[int, Meta(ge=0, description="Optimizer steps in which the learning rate rises.")] = 0
@@ -47,7 +61,8 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     ] = False
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where models run.")] = "auto"
     channel: Annotated[
-        Literal["shared-memory", "gloo"], Meta(description="How tensors get from rank to rank.")
+        Literal["shared-memory", "gloo", "nccl"],
+        Meta(description="How tensors get from rank to rank; nccl needs a GPU for each."),
     ] = "shared-memory"
     out: Annotated[str, Meta(description="Run directory; by default runs/ALGORITHM-TIME.")] = ""
     resume: Annotated[str, Meta(description="Checkpoint, or run directory whose newest one it is, to go on from.")] = ""
@@ -65,8 +80,18 @@ class RunConfig(Struct, frozen=True, kw_only=True):
                 f"--mini-batches: expected a divisor of --prompts-per-step {self.prompts_per_step}, "
                 f"since a mini-batch holds whole groups, got {self.mini_batches}"
             )
+        if self.replay_order != "by-chunk" and self.old_log_probs == "recorded":
+            raise ConfigError(
+                f"--old-log-probs: {self.replay_order} replays round otherwise than the rollout, so that its recorded "
+                "log-probabilities would clip ratios; leave the option out, or give --replay-order by-chunk"
+            )
         if self.model and not self.prompts:
             raise ConfigError("--prompts: a model of your own needs a file of training prompts")
+
+    @property
+    def recomputes_old(self) -> bool:
+        """Whether old log-probabilities are recomputed."""
+        return self.old_log_probs == "recomputed" or self.replay_order != "by-chunk"
 
     def judges(self, ranks: int) -> int:
         """How many ranks only judge, in a run of `ranks`. Raises ConfigError if that leaves no actor."""

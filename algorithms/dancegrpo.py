@@ -50,6 +50,14 @@ class DanceGRPOConfig(RunConfig, frozen=True, kw_only=True):
         Literal["mean", "sum"], Meta(description="How the chunks' log-probabilities make the clip's.")
     ] = "mean"
     clip: Annotated[float, Meta(gt=0, description="The ratio is clipped to 1 - clip .. 1 + clip.")] = 1e-4
+    clip_high: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Meta(description="Clip above 1 instead, for asymmetric clipping.")
+    ] = None
+    dual_clip: Annotated[
+        Annotated[float, Meta(gt=1)] | None,
+        Meta(description="Ratio from which a negative advantage trains no more; none by default."),
+    ] = None
+    kl: Annotated[float, Meta(ge=0, description="Weight of the KL to the policy without its LoRA; 0 for none.")] = 0.0
     advantage_clamp: Annotated[float, Meta(gt=0, description="Advantages are clamped to this size.")] = 5.0
     statistics: Annotated[
         Literal["group", "global"], Meta(description="Whose mean and deviation normalise the rewards.")
@@ -60,6 +68,9 @@ class DanceGRPOConfig(RunConfig, frozen=True, kw_only=True):
     best_of_n: Annotated[
         int, Meta(ge=0, description="Train only the best and worst halves of this many candidates a group; 0 for all.")
     ] = 0
+    drop_zero_advantages: Annotated[
+        bool, Meta(description="Leave candidates whose advantages are all 0 out of the loss and its denominator.")
+    ] = False
     share_noise: Annotated[bool, Meta(description="Give the candidates of a group one initial noise.")] = True
 
     def __post_init__(self) -> None:
@@ -68,6 +79,8 @@ class DanceGRPOConfig(RunConfig, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--best-of-n: expected an even number up to --group-size {self.group_size}, got {self.best_of_n}"
             )
+        if self.dual_clip is not None and self.dual_clip <= 1 + (self.clip_high or self.clip):
+            raise ConfigError(f"--dual-clip: expected a ratio beyond the clip, got {self.dual_clip:g}")
 
 
 @dataclass(frozen=True)
@@ -84,8 +97,8 @@ class DanceGRPO:
 
     @functools.cached_property
     def units(self) -> LogProbUnits:
-        """The log-probability of a candidate's transition at each step."""
-        return LogProbUnits(self.kernel, self.config.chunk_reduce)
+        """The log-probability of a candidate's transition at each step, and its KL where the loss has one."""
+        return LogProbUnits(self.kernel, self.config.chunk_reduce, with_kl=self.config.kl > 0)
 
     @property
     def global_statistics(self) -> bool:
@@ -113,18 +126,20 @@ class DanceGRPO:
     def advantages(self, group: int, rewards: Mapping[int, Tensor]) -> GroupAdvantages:
         """(r - mean) / (unbiased std + 1e-8), clamped; best-of-n then keeps the extremes of the weighted sum.
 
-        From train_grpo_hunyuan.py:374-409. A candidate with an invalid reward is not kept, nor a group with fewer than
-        two others.
+        From train_grpo_hunyuan.py:374-409, but exactly 0 where all rewards are equal. A candidate with an invalid
+        reward is not kept, nor a group with fewer than two others.
         """
         own = rewards[group]
         valid = own.isfinite().all(dim=1)
         pool = torch.cat([r[r.isfinite().all(dim=1)] for r in rewards.values()])
         if len(pool) < 2 or valid.sum() < 2:
             return GroupAdvantages(torch.zeros_like(own), torch.zeros_like(valid))
-        advantages = (own - pool.mean(dim=0)) / (pool.std(dim=0) + 1e-8)
+        centred = torch.where(pool.amax(dim=0) == pool.amin(dim=0), 0.0, own - pool.mean(dim=0))
+        advantages = centred / (pool.std(dim=0) + 1e-8)
         advantages = advantages.where(valid[:, None], torch.zeros(()).double())
         advantages = advantages.clamp(-self.config.advantage_clamp, self.config.advantage_clamp)
-        return GroupAdvantages(advantages, self._best_and_worst(advantages, valid))
+        kept = self._best_and_worst(advantages, valid)
+        return GroupAdvantages(advantages, kept & advantages.any(dim=1) if self.config.drop_zero_advantages else kept)
 
     def _best_and_worst(self, advantages: Tensor, valid: Tensor) -> Tensor:
         half = min(self.config.best_of_n, int(valid.sum())) // 2
@@ -136,34 +151,54 @@ class DanceGRPO:
         kept[ranked[:half] + ranked[-half:]] = True
         return kept
 
-    def weights(self, units: Tensor, old_units: Tensor, trained: Tensor) -> Tensor:
-        """g+ and g- (StageBreaker, Eq. 7): rho where rho <= 1 + clip, and where rho >= 1 - clip; alike if none clips.
+    @property
+    def _range(self) -> tuple[float, float, float]:
+        """The ratios at which the surrogate is clipped: below 1, above 1, and where A < 0 far above 1."""
+        config = self.config
+        return 1 - config.clip, 1 + (config.clip_high or config.clip), config.dual_clip or math.inf
 
-        The sign of an advantage decides which of them its surrogate has, so with several rewards both may count.
+    def weights(self, units: Tensor, old_units: Tensor, trained: Tensor) -> Tensor:
+        """g+ and g- (StageBreaker, Eq. 7): rho where a positive, and where a negative advantage clips nothing.
+
+        They are alike while no ratio is clipped. The sign of an advantage decides which of them its surrogate has, so
+        with several rewards both may count. The KL has a sum of its own, all of whose steps count alike.
         """
-        ratio = (units - old_units).exp()
-        sides = (ratio <= 1 + self.config.clip, ratio >= 1 - self.config.clip)
-        return torch.stack([torch.where(side & trained, ratio, 0.0) for side in sides], dim=1)
+        low, high, dual = self._range
+        ratio = (units[:, :, 0] - old_units).exp()
+        sides = (ratio <= high, (ratio >= low) & (ratio <= dual))
+        made = units.new_zeros(len(units), len(sides) + units.shape[2] - 1, *units.shape[1:])
+        for row, side in enumerate(sides):
+            made[:, row, :, 0] = torch.where(side & trained, ratio, 0.0)
+        if self.config.kl:
+            made[:, len(sides), :, 1] = trained
+        return made
 
     def loss(self, units: Tensor, old_units: Tensor, advantages: Tensor, trained: Tensor) -> Loss:
-        """mean max(-A rho, -A clip(rho)), one clipped loss a reward, weighted (train_grpo_hunyuan.py:436-479)."""
-        ratio = (units - old_units).exp()
-        clipped = ratio.clamp(1 - self.config.clip, 1 + self.config.clip)
+        """mean max(-A rho, -A clip(rho)), one clipped loss a reward, weighted (train_grpo_hunyuan.py:436-479).
+
+        With a dual clip (Ye et al., arXiv 1912.09729, Eq. 5) no more than -A dual where A < 0. With a KL, plus its
+        weight times the mean KL (as Flow-GRPO adds it, scripts/train_sd3.py:894-899).
+        """
+        low, high, dual = self._range
+        ratio = (units[:, :, 0] - old_units).exp()
         total = torch.zeros((), dtype=units.dtype)
-        for advantage, weight in zip(advantages.unbind(dim=1), self.reward_weights, strict=True):
-            surrogate = torch.maximum(-advantage[:, None] * ratio, -advantage[:, None] * clipped)
+        for advantage, weight in zip(advantages.T[:, :, None], self.reward_weights, strict=True):
+            surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
+            if self.config.dual_clip:
+                surrogate = torch.where((advantage < 0) & (ratio > dual), -advantage * dual, surrogate)
             total = total + weight * surrogate[trained].mean()
-        inside = ratio.detach()[trained]
-        return Loss(
-            total,
-            {
-                "actor/loss": total.item(),
-                "actor/ratio_mean": inside.mean().item(),
-                "actor/ratio_std": inside.std(unbiased=False).item(),
-                "actor/pg_clipfrac": ((inside - 1).abs() > self.config.clip).double().mean().item(),
-                "actor/ppo_kl": (old_units - units.detach())[trained].mean().item(),
-            },
-        )
+        inside, log_ratio = ratio.detach()[trained], (units.detach()[:, :, 0] - old_units)[trained]
+        metrics = {
+            "actor/ratio_mean": inside.mean().item(),
+            "actor/ratio_std": inside.std(unbiased=False).item(),
+            "actor/pg_clipfrac": ((inside < low) | (inside > high)).double().mean().item(),
+            "actor/ppo_kl": -log_ratio.mean().item(),
+        }
+        if self.config.kl:
+            divergence = units[:, :, 1][trained].mean()
+            total = total + self.config.kl * divergence
+            metrics["actor/kl_loss"] = divergence.item()
+        return Loss(total, {"actor/loss": total.item(), **metrics})
 
 
 main = command(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import convert
 from torch import Tensor
 
 from algorithms.algorithm import Algorithm, GroupAdvantages, Loss, coefficients
@@ -16,8 +17,17 @@ from algorithms.prompts import Prompt
 from asyncflow.core.graph import Graph, Kind, Task, producer
 from asyncflow.engine import Invalid
 from asyncflow.randomness import derive_seed
-from engines.gradients import distinct, solve
-from engines.orders import CheckpointOrder, ExportOrder, JudgeOrder, ReplayOrder, RolloutOrder, UpdateOrder
+from engines.gradients import solve
+from engines.orders import (
+    CheckpointOrder,
+    ExportOrder,
+    ForwardOrder,
+    JudgeOrder,
+    Replayed,
+    ReplayOrder,
+    RolloutOrder,
+    UpdateOrder,
+)
 from engines.rewards.registry import WeightedReward
 
 
@@ -60,11 +70,8 @@ class SamplingProgram:
         (task, *_) = tasks
         match task.kind:
             case Kind.ROLLOUT:
-                batch = self._batch(task)
-                return RolloutOrder(
-                    tuple(sample.prompt for sample in batch),
-                    tuple((sample.initial_seed, sample.step_seed) for sample in batch),
-                )
+                seeds = tuple((sample.initial_seed, sample.step_seed) for sample in self._batch(task))
+                return RolloutOrder(self._prompts(task), seeds)
             case Kind.SCORE | Kind.COMPARE:
                 return JudgeOrder(
                     tuple(self._batch(task)[0].prompt for task in tasks), tuple(map(self._places, tasks))
@@ -80,6 +87,9 @@ class SamplingProgram:
 
     def _batch(self, task: Task) -> list[Sample]:
         return [self.samples[task.group][candidate] for candidate in task.candidates]
+
+    def _prompts(self, task: Task) -> tuple[str, ...]:
+        return tuple(sample.prompt for sample in self._batch(task))
 
     def _places(self, task: Task) -> tuple[int, ...]:
         """Where each candidate of a judge's task lies in the micro-batch that holds it."""
@@ -122,13 +132,13 @@ class StepProgram(SamplingProgram):
         """See `Program`."""
         (task, *_) = tasks
         match task.kind:
-            case Kind.FORWARD | Kind.REPLAY:
-                steps = list(self._replayed_steps(task))
+            case Kind.REFERENCE | Kind.OLD_LOG_PROB | Kind.FORWARD:
+                return ForwardOrder(self._prompts(task), self._replayed_steps(task))
+            case Kind.REPLAY:
+                old, steps = self._old_units(task, values), self._replayed_steps(task)
+                trained = self._trained[task.group][list(task.candidates)][:, steps]
                 return ReplayOrder(
-                    tuple(sample.prompt for sample in self._batch(task)),
-                    tuple(steps),
-                    _old_units(task, values)[:, steps].tolist(),
-                    self._trained[task.group][list(task.candidates)][:, steps].tolist(),
+                    self._prompts(task), steps, None if old is None else old[:, steps].tolist(), trained.tolist()
                 )
             case Kind.UPDATE:
                 return UpdateOrder(self._coefficients(task, values))
@@ -136,7 +146,7 @@ class StepProgram(SamplingProgram):
                 return super().payload(tasks, values)
 
     def local(self, task: Task, values: Mapping[str, Any]) -> tuple[Any, Sequence[str]]:
-        """See `Program`. After an advantage, replays of which no candidate is kept are not needed."""
+        """See `Program`. After an advantage, passes over trajectories of which none is kept are not needed."""
         if task.kind is Kind.REWARD:
             self.report.rewards[task.group] = self._reward(task.group, values)
             return None, ()
@@ -144,7 +154,7 @@ class StepProgram(SamplingProgram):
         self.report.advantages[task.group] = advantages
         unneeded = [
             other.id
-            for other in self.graph.of(Kind.FORWARD, Kind.REPLAY)
+            for other in self.graph.of(Kind.REFERENCE, Kind.OLD_LOG_PROB, Kind.FORWARD, Kind.REPLAY)
             if other.group == task.group and not advantages.kept[list(other.candidates)].any()
         ]
         return None, unneeded
@@ -180,48 +190,50 @@ class StepProgram(SamplingProgram):
 
     def _coefficients(self, update: Task, values: Mapping[str, Any]) -> dict[str, list[list[float]]]:
         """The coefficients of the sums that each replay of a mini-batch kept; none if nobody was kept."""
-        replays = [t for t in self.graph.of(Kind.REPLAY) if t.id in update.values and t.id in values]
-        if not replays:
-            return {}
+        replays = {t: convert(values[t.id], Replayed) for t in self.graph.of(Kind.REPLAY) if t.id in values}
         units, old, advantages, trained = [], [], [], []
-        for task in replays:
+        for task, replayed in replays.items():
             candidates, of_group = list(task.candidates), self.report.advantages[task.group]
-            forward = values.get(f"forward/{task.id.partition('/')[2]}", values[task.id])
-            units.append(self._all_steps(task, forward))
-            old.append(_old_units(task, values))
+            now = self._all_steps(task, values.get(f"{Kind.FORWARD}/{_place(task)}", replayed.units))
+            before = self._old_units(task, values)
+            units.append(now)
+            old.append(now[:, :, 0] if before is None else before)
             advantages.append(of_group.advantages[candidates])
             trained.append(self._trained[task.group][candidates] & of_group.kept[candidates, None])
-        mask = torch.cat(trained)
-        if not mask.any():
+        if not any(mask.any() for mask in trained):
             return {}
+        mask = torch.cat(trained)
         if update.mini_batch == 0:
-            ratio = (torch.cat(units) - torch.cat(old))[mask].exp()
+            ratio = (torch.cat(units)[:, :, 0] - torch.cat(old))[mask].exp()
             self.report.start_deviation = (ratio - 1).abs().max().item()
         made, loss = coefficients(self._algorithm, torch.cat(units), torch.cat(old), torch.cat(advantages), mask)
         self.report.losses.append(loss)
-        parts = made.split([len(task.candidates) for task in replays])
-        return {
-            task.id: self._of_sums(task, part, before, values).tolist()
-            for task, part, before in zip(replays, parts, old, strict=True)
-        }
+        result = {}
+        for (task, replayed), part in zip(replays.items(), made.split([len(rows) for rows in trained]), strict=True):
+            weights = torch.tensor(replayed.weights, dtype=torch.float64).flatten(2)
+            result[task.id] = solve(weights, part[:, self._replayed_steps(task)].flatten(1)).tolist()
+        return result
 
-    def _of_sums(self, task: Task, made: Tensor, old: Tensor, values: Mapping[str, Any]) -> Tensor:
-        """From dL/du [n, K - 1] of a replay's candidates to the coefficients [n, W] of the sums that its rank keeps."""
-        steps = list(self._replayed_steps(task))
-        units = torch.tensor(values[task.id], dtype=torch.float64)
-        trained = self._trained[task.group][list(task.candidates)][:, steps]
-        return solve(distinct(self._algorithm.weights(units, old[:, steps], trained)), made[:, steps])
-
-    def _all_steps(self, task: Task, units: list[list[float]]) -> Tensor:
-        """The units of the steps that were replayed, among all stochastic steps [n, K - 1]; 0 for the others."""
-        every = torch.zeros(len(task.candidates), self._trained[0].shape[1], dtype=torch.float64)
-        every[:, list(self._replayed_steps(task))] = torch.tensor(units, dtype=torch.float64)
+    def _all_steps(self, task: Task, units: list[list[list[float]]]) -> Tensor:
+        """The units of the steps that were replayed, among all stochastic steps [n, K - 1, M]; 0 for the others."""
+        made = torch.tensor(units, dtype=torch.float64)
+        every = made.new_zeros(len(made), self._trained[0].shape[1], made.shape[2])
+        every[:, self._replayed_steps(task)] = made
         return every
 
+    def _old_units(self, task: Task, values: Mapping[str, Any]) -> Tensor | None:
+        """What a replay's ratios start from, [n, K - 1]: recorded, or recomputed; None where it finds that itself."""
+        recorded, recomputed = (f"{kind}/{_place(task)}" for kind in (Kind.ROLLOUT, Kind.OLD_LOG_PROB))
+        if recorded in task.values:
+            return torch.tensor(values[recorded], dtype=torch.float64)
+        if recomputed in task.values:
+            return self._all_steps(task, values[recomputed])[:, :, 0]
+        return None
 
-def _old_units(task: Task, values: Mapping[str, Any]) -> Tensor:
-    """What the rollout of a replay's candidates recorded, [n, K - 1]."""
-    return torch.tensor(values[f"rollout/{task.id.partition('/')[2]}"], dtype=torch.float64)
+
+def _place(task: Task) -> str:
+    """What the tasks of one micro-batch share in their names."""
+    return task.id.partition("/")[2]
 
 
 class CheckpointProgram:

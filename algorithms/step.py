@@ -5,13 +5,13 @@ or a result. The training loop builds one graph a step.
 """
 
 from collections.abc import Sequence
+from itertools import product
+
+from msgspec import structs
 
 from asyncflow.core.graph import Graph, Kind, Task
 from engines.rewards.base import PairwiseReward
 from engines.rewards.registry import WeightedReward
-
-REPLAYED = ("noisy", "clean")
-"""The tensors of a trajectory that a replay reads."""
 
 
 def step_graph(
@@ -22,20 +22,21 @@ def step_graph(
     task_batch: int,
     rewards: Sequence[WeightedReward],
     global_statistics: bool = False,
+    reference: bool = False,
+    recompute_old: bool = False,
 ) -> Graph:
     """One RL step: rollout, decode, judge, reward, advantage; replay and update for each mini-batch of whole groups.
 
-    With `global_statistics` an advantage waits for the rewards of all groups.
+    With `global_statistics` an advantage waits for the rewards of all groups, with `reference` a replay for the frozen
+    policy's predictions. With `recompute_old` no replay needs what the rollout recorded: the first mini-batch's replays
+    find their old units themselves, under the rollout's weights; for the others they are computed before any update.
     """
-    size = groups // mini_batches
-    tasks = [
-        task
-        for group in range(groups)
-        for batch in micro_batches(group_size, task_batch)
-        for task in _sample(group, batch, mini_batch=group // size)
-    ]
+    size, batches = groups // mini_batches, micro_batches(group_size, task_batch)
+    tasks: list[Task] = []
+    for group, batch in product(range(groups), batches):
+        tasks += _sample(group, batch, mini_batch=group // size)
     for group in range(groups):
-        judged = _judge(group, micro_batches(group_size, task_batch), rewards)
+        judged = _judge(group, batches, rewards)
         tasks += judged
         tasks.append(Task(f"reward/{group}", Kind.REWARD, values=tuple(t.id for t in judged), group=group))
     for group in range(groups):
@@ -43,25 +44,37 @@ def step_graph(
         tasks.append(
             Task(f"advantage/{group}", Kind.ADVANTAGE, values=tuple(f"reward/{g}" for g in sources), group=group)
         )
-    last: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    if recompute_old:
+        old = [
+            _pass(Kind.OLD_LOG_PROB, group, batch, mini_batch=group // size)
+            for group, batch in product(range(size, groups), batches)
+        ]
+        tasks += old
+        before = tuple(task.id for task in old)
     for mini_batch in range(mini_batches):
         members = range(mini_batch * size, (mini_batch + 1) * size)
-        replays = [
-            _replay(group, batch, mini_batch, after=last)
-            for group in members
-            for batch in micro_batches(group_size, task_batch)
-        ]
-        rollouts = tuple(f"rollout/{task.id.partition('/')[2]}" for task in replays)
+        old_units = Kind.ROLLOUT if not recompute_old else Kind.OLD_LOG_PROB if mini_batch else None
+        after = before if mini_batch else ()
+        replays = []
+        for group, batch in product(members, batches):
+            references = [_pass(Kind.REFERENCE, group, batch, mini_batch)] if reference else []
+            replay = _pass(Kind.REPLAY, group, batch, mini_batch)
+            inputs = (*replay.inputs, *(f"{task.id}.velocity" for task in references))
+            values = (f"{old_units}/{_place(group, batch)}",) if old_units else ()
+            tasks += references
+            replays.append(structs.replace(replay, inputs=inputs, values=values, after=after))
+        values = [value for task in replays for value in (*task.values, task.id)]
         update = Task(
             f"update/{mini_batch}",
             Kind.UPDATE,
             inputs=tuple(f"{task.id}.gradients" for task in replays),
-            values=(*rollouts, *(task.id for task in replays), *(f"advantage/{group}" for group in members)),
-            after=last,
+            values=(*values, *(f"advantage/{group}" for group in members)),
+            after=before,
             mini_batch=mini_batch,
         )
         tasks += [*replays, update]
-        last = (update.id,)
+        before = (update.id,)
     return Graph(tasks)
 
 
@@ -113,12 +126,12 @@ def _sample(group: int, batch: tuple[int, ...], mini_batch: int) -> list[Task]:
     return [rollout, decode]
 
 
-def _replay(group: int, batch: tuple[int, ...], mini_batch: int, after: tuple[str, ...]) -> Task:
+def _pass(kind: Kind, group: int, batch: tuple[int, ...], mini_batch: int) -> Task:
+    """A pass of the policy, or of the frozen one, over what a rollout recorded."""
     place = _place(group, batch)
-    inputs = tuple(f"rollout/{place}.{part}" for part in REPLAYED)
+    inputs = tuple(f"rollout/{place}.{part}" for part in ("noisy", "clean"))
     return Task(
-        f"replay/{place}", Kind.REPLAY, f"b{len(batch)}", inputs,
-        values=(f"rollout/{place}",), after=after, group=group, mini_batch=mini_batch, candidates=batch,
+        f"{kind}/{place}", kind, f"b{len(batch)}", inputs, group=group, mini_batch=mini_batch, candidates=batch
     )
 
 

@@ -1,15 +1,15 @@
 """The LoRA that is trained: a PEFT adapter on the policy's model whose weights are views of one flat vector.
 
-Its linears can add every candidate's own weight gradient to a buffer during one backward of the whole batch, where
-autograd would only give their sum. Used by replay, the optimizer and checkpoints.
+Its linears can keep every candidate's own weight gradient apart during one backward of the whole batch, where autograd
+would only give their sum. Used by replay, the optimizer and checkpoints.
 """
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from asyncflow.errors import ModelError
+from asyncflow.errors import CheckpointError, ModelError
 
 NAME = "policy"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -38,26 +38,40 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     targets: tuple[str, ...] = BLOCK_LINEARS
 
 
-class _Recorder:
-    """Where the linears of one adapter find the buffer [B, P] of the backward under way."""
+class GradientSum(NamedTuple):
+    """What a backward adds to: `total` [B, P], which may be a view, gets `weights` [B] (else 1) times each gradient."""
 
-    buffer: Tensor | None = None
+    total: Tensor
+    weights: Tensor | None = None
+
+
+class _Recorder:
+    """What the linears of one adapter share: whether a forward is recorded, and the sums of the backward under way."""
+
+    recording = False
+    sums: Sequence[GradientSum] = ()
+
+    def add(self, slot: slice, gradient: Tensor) -> None:
+        """Add each candidate's gradient of one linear, [B, out, in]."""
+        for total, weights in self.sums:
+            target = total[:, slot].unflatten(1, gradient.shape[1:])
+            target += gradient if weights is None else gradient * weights[:, None, None]
 
 
 class _CandidateLinearFunction(torch.autograd.Function):
-    """`F.linear`, whose backward keeps weight gradients apart: buffer[n] += sum over tokens of grad[n]^T x[n]."""
+    """`F.linear`, whose backward keeps weight gradients apart: the sum over a candidate's tokens of grad[n]^T x[n]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, slot: slice, recorder: _Recorder) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.target = target
+        ctx.slot, ctx.recorder = slot, recorder
         return F.linear(x, weight.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.target += torch.bmm(grad.flatten(1, -2).transpose(1, 2), x.flatten(1, -2))
-        return (grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None), None, None
+        ctx.recorder.add(ctx.slot, torch.bmm(grad.flatten(1, -2).transpose(1, 2), x.flatten(1, -2)))
+        return (grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None), None, None, None
 
 
 class CandidateLinear(nn.Linear):
@@ -69,11 +83,9 @@ class CandidateLinear(nn.Linear):
         self._recorder = recorder
 
     def forward(self, x: Tensor) -> Tensor:
-        buffer = self._recorder.buffer
-        if buffer is None:
+        if not self._recorder.recording:
             return F.linear(x, self.weight.to(x.dtype))
-        target = buffer[:, self._slot].unflatten(1, self.weight.shape)
-        output: Tensor = _CandidateLinearFunction.apply(x, self.weight, target)
+        output: Tensor = _CandidateLinearFunction.apply(x, self.weight, self._slot, self._recorder)
         return output
 
 
@@ -144,25 +156,42 @@ class Adapter:
         self.vector.data.copy_(vector)
 
     @contextmanager
-    def recording(self, buffer: Tensor) -> Iterator[None]:
-        """Backwards inside add each candidate's weight gradient to its row of `buffer` [B, P], which may be a view.
-
-        The forward must be inside as well. The model's parameters get no `.grad`.
-        """
-        assert buffer.shape[1] == self.size and self._recorder.buffer is None
-        self._recorder.buffer = buffer
+    def recording(self) -> Iterator[None]:
+        """Forwards and backwards inside keep candidates' weight gradients apart, for `backward`."""
+        assert not self._recorder.recording
+        self._recorder.recording = True
         try:
             yield
         finally:
-            self._recorder.buffer = None
+            self._recorder.recording = False
+
+    def backward(self, values: Tensor, sums: Sequence[GradientSum], *, keep_graph: bool = False) -> None:
+        """Add the gradient of each candidate's value, of `values` [B], to its row of each of the `sums`.
+
+        The values come from a forward that was recorded. The model's parameters get no `.grad`.
+        """
+        self._recorder.sums = sums
+        try:
+            values.sum().backward(retain_graph=keep_graph)
+        finally:
+            self._recorder.sums = ()
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Forwards inside are the frozen model's."""
+        self.model.disable_adapters()
+        try:
+            yield
+        finally:
+            self.model.enable_adapters()
 
     def save(self, folder: Path) -> None:
         """Write the adapter in PEFT's layout. Stock diffusers 0.42 loads it, scale included, with
 
         model.load_lora_adapter(folder, prefix="base_model.model", weight_name="adapter_model.safetensors")
+
+        The weights appear whole or not at all. Raises `CheckpointError` where they cannot be written.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        self._config.save_pretrained(str(folder))
         # diffusers takes alpha from the header of the weights and reads no adapter_config.json.
         config = {
             PREFIX + name: sorted(value) if isinstance(value, set) else value
@@ -170,7 +199,14 @@ class Adapter:
         }
         tensors = {PREFIX + name: tensor.cpu() for name, tensor in self._named_weights(self.flatten()).items()}
         header = {"format": "pt", "lora_adapter_metadata": json.dumps(config, sort_keys=True)}
-        save_file(tensors, folder / WEIGHTS_FILE, metadata=header)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._config.save_pretrained(str(folder))
+            save_file(tensors, folder / WEIGHTS_FILE, metadata=header)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{folder}: cannot write the adapter: {error}; make room or give another --out"
+            ) from error
 
     def load(self, folder: Path) -> None:
         """Take the weights that `save` wrote. Raises `ModelError` where rank, alpha, targets or shapes differ."""

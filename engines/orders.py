@@ -12,16 +12,30 @@ class RolloutOrder(msgspec.Struct, frozen=True):
     seeds: tuple[tuple[int, int], ...]
 
 
+class ForwardOrder(msgspec.Struct, frozen=True):
+    """Run the policy, or the frozen one, over the trajectories of these prompts at the denoising `steps`."""
+
+    prompts: tuple[str, ...]
+    steps: tuple[int, ...]
+
+
 class ReplayOrder(msgspec.Struct, frozen=True):
     """Replay the trajectories of these prompts at the denoising `steps`.
 
-    For each candidate and step: the unit that the rollout recorded, and whether it is trained.
+    For each candidate and step: the old unit (None: the one that this replay finds), and whether it is trained.
     """
 
     prompts: tuple[str, ...]
     steps: tuple[int, ...]
-    old_units: list[list[float]]
+    old_units: list[list[float]] | None
     trained: list[list[bool]]
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """The value of a replay: units [B, K, M], and the weights [B, W, K, M] of the sums of gradients that it kept."""
+
+    units: list[list[list[float]]]
+    weights: list[list[list[list[float]]]]
 
 
 class JudgeOrder(msgspec.Struct, frozen=True):

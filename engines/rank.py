@@ -17,15 +17,24 @@ from torch import Tensor
 from asyncflow import checkpoint
 from asyncflow.core.graph import Kind, producer
 from asyncflow.engine import Invalid, Result, Work
-from asyncflow.errors import ConfigError
+from asyncflow.errors import CheckpointError, ConfigError
 from asyncflow.video import write_mp4
 from engines.adapter import Adapter, AdapterSettings
-from engines.gradients import combine, combine_exact, compress, distinct, from_fixed
+from engines.gradients import combine, combine_exact, from_fixed
 from engines.kernel import Kernel, Units
 from engines.optimizer import Optimizer, OptimizerSettings, StepMetrics
-from engines.orders import CheckpointOrder, ExportOrder, JudgeOrder, ReplayOrder, RolloutOrder, UpdateOrder
+from engines.orders import (
+    CheckpointOrder,
+    ExportOrder,
+    ForwardOrder,
+    JudgeOrder,
+    Replayed,
+    ReplayOrder,
+    RolloutOrder,
+    UpdateOrder,
+)
 from engines.policy import load_policy, load_settings
-from engines.replay import forward_only, replay
+from engines.replay import Order, Replayer
 from engines.rewards.base import Outcome, PairwiseReward, PointwiseReward, Reward, checked
 from engines.rollout import Seeds, Trajectory, rollout
 from engines.text import load_text_encoder
@@ -48,6 +57,7 @@ class PolicyJob:
     kernel: Kernel
     units: Units
     weights: Callable[[Tensor, Tensor, Tensor], Tensor]
+    replay_order: Order
     adapter: AdapterSettings
     optimizer: OptimizerSettings
     prompts: Sequence[str]
@@ -114,24 +124,31 @@ class PolicyEngine:
         chunks = clean.to(self._job.device).split(self._policy.settings.frames_per_chunk, dim=2)
         return Result({f"{task.id}.frames": torch.cat([decoder.decode(chunk).cpu() for chunk in chunks], dim=1)})
 
+    def reference(self, work: Work) -> Result:
+        """The frozen policy's `velocity` [K, B, C, F, H, W] at each replayed step of a micro-batch."""
+        order = convert(work.payload, ForwardOrder)
+        with self._adapter.disabled():
+            velocity = self._replayer(work, order).velocities()
+        return Result({f"{work.tasks[0].id}.velocity": velocity})
+
     def forward(self, work: Work) -> Result:
-        """The units of a micro-batch under the current weights, as value."""
-        order = convert(work.payload, ReplayOrder)
-        units = forward_only(
-            self._policy, self._trajectory(work), self._text(order.prompts), self._job.units, order.steps
-        )
+        """The units [B, K, M] of a micro-batch under the current weights, as value."""
+        units = self._replayer(work, convert(work.payload, ForwardOrder)).forward_only()
         return Result(values={work.tasks[0].id: units.tolist()})
 
     def replay(self, work: Work) -> Result:
-        """The units of a micro-batch as value, and the weighted sums of their `gradients` [B, W, P]."""
+        """The `gradients` [B, W, P] of a micro-batch: weighted sums; their weights and the units as value."""
         order = convert(work.payload, ReplayOrder)
-        made = replay(
-            self._policy, self._adapter, self._trajectory(work), self._text(order.prompts), self._job.units, order.steps
-        )
-        old, trained = torch.tensor(order.old_units, dtype=torch.float64), torch.tensor(order.trained)
-        weights = distinct(self._job.weights(made.units.cpu().double(), old, trained))
-        (task,) = work.tasks
-        return Result({f"{task.id}.gradients": compress(made.gradients, weights)}, {task.id: made.units.tolist()})
+        old = None if order.old_units is None else torch.tensor(order.old_units, dtype=torch.float64)
+        trained = torch.tensor(order.trained)
+
+        def weigh(units: Tensor, steps: slice) -> Tensor:
+            now = units.cpu().double()
+            return self._job.weights(now, now[:, :, 0] if old is None else old[:, steps], trained[:, steps])
+
+        made = self._replayer(work, order).replay(self._adapter, weigh)
+        value = Replayed(made.units.tolist(), made.weights.tolist())
+        return Result({f"{work.tasks[0].id}.gradients": made.sums}, {work.tasks[0].id: value})
 
     def update(self, work: Work) -> Result:
         """One optimizer step of the gang, from the unit gradients that lie here and those of the other ranks.
@@ -147,11 +164,12 @@ class PolicyEngine:
         assert work.sum_over_ranks is not None, "an update is a gang task"
         exact, size = self._job.exact, self._adapter.size
         terms = sum(len(rows) for rows in order.coefficients.values())
-        total = torch.zeros(size + exact, dtype=torch.int64 if exact else torch.float32, device=self._job.device)
+        dtype = torch.int64 if exact else self._adapter.vector.dtype
+        total = torch.zeros(size + exact, dtype=dtype, device=self._job.device)
         for name, gradients in sorted(work.tensors.items()):
             coefficients = torch.tensor(order.coefficients[producer(name)], dtype=torch.float64)
             total += combine_exact(coefficients, gradients, terms) if exact else combine(coefficients, gradients)
-        total = work.sum_over_ranks(total.cpu()).to(self._job.device)
+        total = work.sum_over_ranks(total)
         return self._optimizer.step(from_fixed(total) if exact else total)
 
     def export(self, work: Work) -> Result:
@@ -164,19 +182,32 @@ class PolicyEngine:
         return Result()
 
     def checkpoint(self, work: Work) -> Result:
-        """Write weights and optimizer as a checkpoint, and the adapter in its own format."""
+        """Write weights and optimizer as a checkpoint, and the adapter in its own format; invalid where it failed."""
         order = convert(work.payload, CheckpointOrder)
         files = {
             ADAPTER_FILE: _saved(self._adapter.flatten().cpu()),
             OPTIMIZER_FILE: _saved(self._optimizer.state_dict()),
         }
-        path = checkpoint.save(Path(order.root), order.step, files, order.meta)
-        self._adapter.save(Path(order.adapter))
-        return Result(values={work.tasks[0].id: str(path)})
+        (task,) = work.tasks
+        try:
+            path = checkpoint.save(Path(order.root), order.step, files, order.meta)
+            self._adapter.save(Path(order.adapter))
+        except CheckpointError as error:
+            return Result(invalid={task.id: str(error)})
+        return Result(values={task.id: str(path)})
 
-    def _trajectory(self, work: Work) -> Trajectory:
+    def _replayer(self, work: Work, order: ForwardOrder | ReplayOrder) -> Replayer:
         parts = {name.rpartition(".")[2]: tensor.to(self._job.device) for name, tensor in work.tensors.items()}
-        return Trajectory(parts["noisy"], parts["clean"], torch.empty(0))
+        return Replayer(
+            policy=self._policy,
+            trajectory=Trajectory(parts["noisy"], parts["clean"], torch.empty(0)),
+            text=self._text(order.prompts),
+            units=self._job.units,
+            steps=order.steps,
+            order=self._job.replay_order,
+            reference=parts.get("velocity"),
+            is_unneeded=work.is_unneeded,
+        )
 
     def _text(self, prompts: Sequence[str]) -> Tensor:
         return torch.stack([self._texts[prompt] for prompt in prompts]).to(self._job.device)
@@ -221,6 +252,8 @@ class RankEngine:
                 Kind.ROLLOUT: policy.rollout,
                 Kind.DECODE: policy.decode,
                 Kind.EXPORT: policy.export,
+                Kind.REFERENCE: policy.reference,
+                Kind.OLD_LOG_PROB: policy.forward,
                 Kind.FORWARD: policy.forward,
                 Kind.REPLAY: policy.replay,
                 Kind.UPDATE: policy.update,

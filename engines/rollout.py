@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engines.kernel import Kernel, Units, chunk_unit
+from engines.kernel import Kernel, Units, chunk_units
 from engines.policy import Policy
 
 
@@ -28,7 +28,7 @@ class Trajectory(NamedTuple):
     """What was sampled, in float32.
 
     `noisy` [K, B, C, F, H, W] is the input of each denoising step for the whole clip, `clean` [B, C, F, H, W] the last
-    step's estimate, `units` [B, K - 1] the scalars of the stochastic transitions under the weights that sampled.
+    step's estimate, `units` [B, K - 1] the first unit of each stochastic transition under the weights that sampled.
     """
 
     noisy: Tensor
@@ -88,7 +88,7 @@ def rollout(
             mean, std = kernel.transition(x, velocity, sigma, sigma_next)
             x_next = noisy[step + 1, :, :, span]
             x_next.mul_(std).add_(mean)
-            recorded[:, step] += chunk_unit(units, share, x, velocity, x_next, sigma, sigma_next)
+            recorded[:, step] += chunk_units(units, share, x, velocity, x_next, sigma, sigma_next)[:, 0]
         if on_chunk is not None:
             on_chunk(chunk, clean[:, :, span])
         if chunk.stop < settings.latent_frames:

@@ -10,7 +10,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from asyncflow.errors import ModelError
-from engines.adapter import Adapter, AdapterSettings, CandidateLinear
+from engines.adapter import Adapter, AdapterSettings, CandidateLinear, GradientSum
 from engines.policy import Policy
 from engines.testing import latents, texts, tiny_policy, tiny_settings, tiny_transformer
 
@@ -72,7 +72,7 @@ def test_recording_leaves_the_forward_alone() -> None:
     policy, adapter = _adapted()
     with torch.no_grad():
         expected = _velocity(policy, 2)
-    with adapter.recording(torch.zeros(2, adapter.size)):
+    with adapter.recording():
         assert torch.equal(_velocity(policy, 2), expected)
 
 
@@ -80,8 +80,9 @@ def test_candidate_gradients() -> None:
     """Recorded rows equal autograd's gradients candidate by candidate, and add to what the buffer held."""
     policy, adapter = _adapted()
     buffer = torch.ones(3, 2, adapter.size)
-    with adapter.recording(buffer[:, 1]):
-        _velocity(policy, 3).square().sum().backward()
+    with adapter.recording():
+        values = _velocity(policy, 3).square().flatten(1).sum(dim=1)
+        adapter.backward(values, [GradientSum(buffer[:, 1])])
     assert torch.equal(buffer[:, 0], torch.ones(3, adapter.size))
     weights = [p for p in policy.model.parameters() if p.requires_grad]
     for candidate in range(3):
@@ -106,8 +107,8 @@ def test_half_precision_model_keeps_float32_weights() -> None:
     buffers = []
     for one_policy, one_adapter in ((policy, adapter), (full, same)):
         buffer = torch.zeros(1, one_adapter.size)
-        with one_adapter.recording(buffer):
-            _velocity(one_policy).square().mean().backward()
+        with one_adapter.recording():
+            one_adapter.backward(_velocity(one_policy).square().flatten(1).mean(dim=1), [GradientSum(buffer)])
         buffers.append(buffer)
     assert adapter.vector.dtype == torch.float32
     assert computed_in == {torch.bfloat16}

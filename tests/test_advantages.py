@@ -29,13 +29,6 @@ def test_a_group_is_normalised_by_its_own_mean_and_unbiased_deviation():
     assert made.kept.tolist() == [True] * 4
 
 
-def test_equal_rewards_have_no_advantage():
-    """The 1e-8 under the fraction makes a group that differs by rounding alone teach nothing, and nothing infinite."""
-    made = algorithm().advantages(0, {0: column(0.7, 0.7, 0.7)})
-    assert made.advantages.abs().max() < 1e-7
-    assert made.kept.all()
-
-
 def test_global_statistics_pool_all_groups():
     """With `statistics = global` mean and deviation are those of every valid reward of the step."""
     rewards = {0: column(0.0, 1.0), 1: column(10.0, NAN), 2: column(5.0, 4.0)}
@@ -102,3 +95,20 @@ def test_best_of_n_ranks_by_the_weighted_sum():
     middle = torch.tensor([[0.0, 0.0], [4.0, -9.0], [2.0, 9.0], [3.0, 1.0]], dtype=torch.float64)
     assert algorithm(1.0, 0.0, best_of_n=2).advantages(0, {0: middle}).kept.tolist() == [True, True, False, False]
     assert algorithm(0.0, 1.0, best_of_n=2).advantages(0, {0: middle}).kept.tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 7e5])
+def test_equal_rewards_have_no_advantage(value):
+    """Exactly 0, whatever rounding makes of their mean; they still count as kept, unless they are to be dropped."""
+    made = algorithm().advantages(0, {0: column(value, value, value)})
+    assert (made.advantages.abs().max(), made.kept.tolist()) == (0, [True] * 3)
+    dropping = algorithm(drop_zero_advantages=True)
+    assert not dropping.advantages(0, {0: column(value, value, value)}).kept.any()
+    assert dropping.advantages(1, {1: column(0.0, 1.0, 2.0)}).kept.tolist() == [True, False, True]
+
+
+def test_an_advantage_of_one_reward_is_enough_to_stay():
+    """Only a candidate with no advantage by any reward is dropped."""
+    rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 0.5]], dtype=torch.float64)
+    made = algorithm(1.0, 1.0, drop_zero_advantages=True).advantages(0, {0: rewards})
+    assert made.kept.tolist() == [True, True, False]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from algorithms.kernels import ConsistencyKernel, DanceSDEKernel
-from engines.kernel import LogProbUnits, chunk_unit, gaussian_log_prob
+from engines.kernel import LogProbUnits, chunk_units, gaussian_log_prob
 
 GOLDEN = Path(__file__).parent / "golden"
 DANCE = json.loads((GOLDEN / "dance_kernel.json").read_text())["dance_sde"]
@@ -59,9 +59,9 @@ def test_consistency_kernel_is_the_renoising_sampler() -> None:
 def test_chunk_reduce() -> None:
     """A sum leaves a chunk's contribution alone; a mean weighs it by the chunk's share of the clip."""
     arguments = (_noise(0), _noise(1), _noise(2), 0.75, 0.5)
-    whole = chunk_unit(LogProbUnits(ConsistencyKernel(), "sum"), 0.25, *arguments)
-    part = chunk_unit(LogProbUnits(ConsistencyKernel(), "mean"), 0.25, *arguments)
-    assert whole.shape == (2,)
+    whole = chunk_units(LogProbUnits(ConsistencyKernel(), "sum"), 0.25, *arguments)
+    part = chunk_units(LogProbUnits(ConsistencyKernel(), "mean"), 0.25, *arguments)
+    assert whole.shape == (2, 1)
     torch.testing.assert_close(part, 0.25 * whole)
 
 
@@ -70,7 +70,7 @@ def test_mean_over_chunks_is_the_clips_log_prob() -> None:
     x, velocity, x_next = (torch.cat([_noise(s), _noise(s + 10)], dim=2) for s in (0, 1, 2))
     units = LogProbUnits(DanceSDEKernel(0.3), "mean")
     parts = sum(
-        chunk_unit(units, 0.5, x[:, :, s], velocity[:, :, s], x_next[:, :, s], 0.75, 0.5)
+        chunk_units(units, 0.5, x[:, :, s], velocity[:, :, s], x_next[:, :, s], 0.75, 0.5)
         for s in (slice(0, 2), slice(2, 4))
     )
-    torch.testing.assert_close(parts, units.unit(x, velocity, x_next, 0.75, 0.5))
+    torch.testing.assert_close(parts, units.of_chunk(x, velocity, x_next, 0.75, 0.5, None))

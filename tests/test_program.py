@@ -1,20 +1,22 @@
 """What the controller orders during a step: pure in the step, keyed by who is sampled, and exact in its scalars."""
 
 import math
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from algorithms.dancegrpo import DanceGRPO, DanceGRPOConfig
 from algorithms.program import Sample, SamplingProgram, StepProgram, samples_of
 from algorithms.prompts import Prompt
-from algorithms.step import evaluation_graph, step_graph
-from asyncflow.core.graph import Graph
+from algorithms.step import evaluation_graph
+from algorithms.train import dataflow
 from asyncflow.core.schedules import cluster, schedule
 from asyncflow.engine import Invalid
 from asyncflow.errors import TrainingError
 from engines.gradients import distinct
-from engines.orders import ExportOrder, JudgeOrder, ReplayOrder, RolloutOrder, UpdateOrder
+from engines.orders import ExportOrder, ForwardOrder, JudgeOrder, Replayed, ReplayOrder, RolloutOrder, UpdateOrder
 from engines.rewards.registry import WeightedReward
 from engines.rewards.testing import Brightness, BrightnessDuel
 
@@ -27,13 +29,11 @@ def step(
 ) -> StepProgram:
     """A program of `groups` groups in micro-batches of two."""
     settings = DanceGRPOConfig(
-        model="m", prompts="p.txt", group_size=group_size, prompts_per_step=groups, mini_batches=mini_batches, **config
+        model="m", prompts="p.txt", group_size=group_size, prompts_per_step=groups, mini_batches=mini_batches,
+        task_batch=2, **config,
     )
     algorithm = DanceGRPO(settings, tuple(reward.weight for reward in rewards))
-    graph = step_graph(
-        groups, group_size, mini_batches=mini_batches, task_batch=2, rewards=rewards,
-        global_statistics=algorithm.global_statistics,
-    )
+    graph = dataflow(settings, algorithm, rewards)
     graph, _ = schedule("colocated", graph, cluster("colocated", 1, 0), forward_replays=forward_replays)
     samples = [[Sample(f"prompt {g}", g, 10 * g + c) for c in range(group_size)] for g in range(groups)]
     everything = torch.ones(group_size, STEPS, dtype=torch.bool)
@@ -52,29 +52,34 @@ def judge(program: StepProgram, scores: dict[int, list[object]]) -> list[str]:
     return unneeded
 
 
-def units(graph: Graph, groups: list[int], *, new: float = 0.0, skipped: tuple[str, ...] = ()) -> dict[str, object]:
-    """The values of rollouts (0) and replays (`new`) of two groups of two micro-batches."""
-    values: dict[str, object] = {}
-    for group in groups:
-        for first in (0, 2):
-            values[f"rollout/{group}/{first}"] = [[0.0] * STEPS] * 2
-            values[f"replay/{group}/{first}"] = [[new] * STEPS] * 2
-    return {name: value for name, value in values.items() if name not in skipped}
+def units(program: StepProgram, groups: list[int], *, new: float = 0.0) -> dict[str, Any]:
+    """The values of rollouts (0) and replays (`new`) of groups of two micro-batches."""
+    places = [f"{group}/{first}" for group in groups for first in (0, 2)]
+    values: dict[str, Any] = {f"rollout/{place}": [[0.0] * STEPS] * 2 for place in places}
+    return values | {f"replay/{place}": replay(program, place, [[new] * STEPS] * 2) for place in places}
+
+
+def replay(program: StepProgram, place: str, rows: list[list[float]]) -> dict[str, Any]:
+    """The value of a replay, as it comes over the wire, that found these units and whose rollout recorded 0."""
+    order = program.payload((program.graph[f"replay/{place}"],), {f"rollout/{place}": [[0.0] * STEPS] * 2})
+    new = torch.tensor(rows, dtype=torch.float64)[:, :, None]
+    old = new[:, :, 0] if order.old_units is None else torch.tensor(order.old_units, dtype=torch.float64)
+    weights = distinct(program._algorithm.weights(new, old, torch.tensor(order.trained)))
+    return msgspec.to_builtins(Replayed(new.tolist(), weights.tolist()))
 
 
 def order(program: StepProgram, update: str, values: dict[str, object]) -> UpdateOrder:
     return program.payload((program.graph[update],), values)
 
 
-def by_unit(program: StepProgram, update: str, values: dict[str, object]) -> dict[str, list[list[float]]]:
+def by_unit(program: StepProgram, update: str, values: dict[str, Any]) -> dict[str, list[list[float]]]:
     """The coefficients of the units themselves, from those of the sums that the ranks keep."""
-    made = {}
-    for name, rows in order(program, update, values).coefficients.items():
-        replay = program.payload((program.graph[name],), values)
-        new, old = (torch.tensor(u, dtype=torch.float64) for u in (values[name], replay.old_units))
-        weights = distinct(program._algorithm.weights(new, old, torch.tensor(replay.trained)))
-        made[name] = torch.einsum("nw,nwu->nu", torch.tensor(rows, dtype=torch.float64), weights).tolist()
-    return made
+    return {
+        name: torch.einsum(
+            "nw,nwk->nk", torch.tensor(rows).double(), torch.tensor(values[name]["weights"]).double().squeeze(3)
+        ).tolist()
+        for name, rows in order(program, update, values).coefficients.items()
+    }
 
 
 def test_orders_name_prompts_and_seeds_of_a_micro_batch():
@@ -113,13 +118,13 @@ def test_only_the_steps_that_someone_trains_are_replayed():
     """A micro-batch replays the union of its candidates' trained steps; its coefficients have that width."""
     some = torch.tensor([[True, False], [True, False], [True, False], [False, True]])
     program = step(trained=[some, some])
-    rolled = units(program.graph, [0, 1])
+    rolled = units(program, [0, 1])
     assert program.payload((program.graph["replay/0/0"],), rolled).steps == (0,)
     both = program.payload((program.graph["replay/0/2"],), rolled)
     assert (both.steps, both.trained) == ((0, 1), [[True, False], [False, True]])
     judge(program, {0: [1.0, 2.0, 3.0, 4.0], 1: [1.0, 2.0, 3.0, 4.0]})
-    values = units(program.graph, [0, 1])
-    values |= {f"replay/{group}/0": [[0.0], [0.0]] for group in (0, 1)}
+    values = units(program, [0, 1])
+    values |= {f"replay/{group}/0": replay(program, f"{group}/0", [[0.0], [0.0]]) for group in (0, 1)}
     made = by_unit(program, "update/0", values)
     assert [len(row) for row in made["replay/0/0"]] == [1, 1]
     assert made["replay/0/2"][0][1] == 0.0
@@ -131,7 +136,7 @@ def test_coefficients_are_the_loss_over_the_whole_mini_batch():
     """At ratio 1: -A / (candidates x steps), A of the candidate's own group."""
     program = step()
     judge(program, {0: [0.0, 0.0, 1.0, 1.0], 1: [5.0, 6.0, 6.0, 5.0]})
-    made = by_unit(program, "update/0", units(program.graph, [0, 1]))
+    made = by_unit(program, "update/0", units(program, [0, 1]))
     size = 0.5 / math.sqrt(1 / 3) / (8 * STEPS)
     expected = {"0/0": (1, 1), "0/2": (-1, -1), "1/0": (1, -1), "1/2": (-1, 1)}
     assert set(made) == {f"replay/{place}" for place in expected}
@@ -145,9 +150,9 @@ def test_one_sum_a_candidate_while_nothing_is_clipped_and_two_afterwards():
     """Coefficients have an entry for each sum that a rank keeps; of a clipped candidate the side of its sign counts."""
     program = step(groups=1)
     judge(program, {0: [0.0, 0.0, 1.0, 1.0]})
-    values = units(program.graph, [0])
+    values = units(program, [0])
     assert {len(row) for rows in order(program, "update/0", values).coefficients.values() for row in rows} == {1}
-    values["replay/0/0"] = [[0.5, 0.0], [-0.5, 0.0]]
+    values["replay/0/0"] = replay(program, "0/0", [[0.5, 0.0], [-0.5, 0.0]])
     made = order(program, "update/0", values).coefficients
     assert {len(row) for row in made["replay/0/0"]} == {2}
     assert {len(row) for row in made["replay/0/2"]} == {1}
@@ -160,8 +165,8 @@ def test_a_mini_batch_is_a_loss_of_its_own():
     """The second update's denominators count its own groups, and only the first measures the starting ratio."""
     program = step(mini_batches=2)
     judge(program, {0: [0.0, 0.0, 1.0, 1.0], 1: [5.0, 6.0, 6.0, 5.0]})
-    first = order(program, "update/0", units(program.graph, [0], new=0.1)).coefficients
-    second = order(program, "update/1", units(program.graph, [1], new=7.0)).coefficients
+    first = order(program, "update/0", units(program, [0], new=0.1)).coefficients
+    second = order(program, "update/1", units(program, [1], new=7.0)).coefficients
     assert set(first) == {"replay/0/0", "replay/0/2"}
     assert set(second) == {"replay/1/0", "replay/1/2"}
     assert program.report.start_deviation == pytest.approx(math.exp(0.1) - 1)
@@ -172,13 +177,27 @@ def test_forward_replays_give_the_new_units():
     """With them an update's ratio comes from the forward-only replay, as in the systems that have one."""
     program = step(groups=1, forward_replays=True)
     judge(program, {0: [0.0, 0.0, 1.0, 1.0]})
-    values = units(program.graph, [0])
-    values |= {f"forward/0/{first}": values[f"replay/0/{first}"] for first in (0, 2)}
+    values = units(program, [0])
+    values |= {f"forward/0/{first}": values[f"replay/0/{first}"]["units"] for first in (0, 2)}
     order(program, "update/0", values)
     assert program.report.losses[0].metrics["actor/ratio_mean"] == 1.0
-    values |= {f"forward/0/{first}": [[3.0, 0.1]] * 2 for first in (0, 2)}
+    values |= {f"forward/0/{first}": [[[3.0], [0.1]]] * 2 for first in (0, 2)}
     with pytest.raises(TrainingError, match="do not fit the loss"):  # the replay's ratios are others
         order(program, "update/0", values)
+
+
+def test_recomputed_old_units_replace_the_recorded_ones():
+    """The first mini-batch's replays find theirs; the second's ratios start from passes before the first update."""
+    program = step(mini_batches=2, old_log_probs="recomputed")
+    graph = program.graph
+    assert program.payload((graph["replay/0/0"],), {}).old_units is None
+    assert program.payload((graph["old-log-prob/1/2"],), {}) == ForwardOrder(("prompt 1", "prompt 1"), (0, 1))
+    old = {"old-log-prob/1/2": [[[0.5], [0.6]], [[0.7], [0.8]]]}
+    assert program.payload((graph["replay/1/2"],), old).old_units == [[0.5, 0.6], [0.7, 0.8]]
+    judge(program, {0: [0.0, 0.0, 1.0, 1.0], 1: [5.0, 6.0, 6.0, 5.0]})
+    values = {name: value for name, value in units(program, [0], new=0.1).items() if name.startswith("replay")}
+    order(program, "update/0", values)
+    assert program.report.losses[0].metrics["actor/ratio_mean"] == 1.0
 
 
 def test_replays_that_nobody_needs_are_named():
@@ -194,13 +213,15 @@ def test_coefficients_leave_out_who_is_not_kept():
     """A skipped replay is in no denominator, and a candidate that is not kept has exact zeros."""
     program = step(groups=1, best_of_n=2)
     assert judge(program, {0: [1.0, 0.0, 0.6, 0.5]}) == ["replay/0/2"]
-    made = by_unit(program, "update/0", units(program.graph, [0], skipped=("replay/0/2",)))
+    values = units(program, [0])
+    del values["replay/0/2"]
+    made = by_unit(program, "update/0", values)
     assert set(made) == {"replay/0/0"}
     deviation = torch.tensor([1.0, 0.0, 0.6, 0.5]).double().std().item()
     assert made["replay/0/0"][0] == pytest.approx([-(1 - 0.525) / deviation / (2 * STEPS)] * STEPS)
     other = step(groups=1, best_of_n=2)
     judge(other, {0: [1.0, 0.6, 0.0, 0.5]})
-    made = by_unit(other, "update/0", units(other.graph, [0]))
+    made = by_unit(other, "update/0", units(other, [0]))
     assert made["replay/0/0"][1] == made["replay/0/2"][1] == [0.0] * STEPS
 
 
@@ -210,7 +231,7 @@ def test_an_invalid_reward_is_reported_and_masked():
     assert judge(program, {0: [1.0, Invalid("no object"), 0.0, 0.5]}) == []
     assert program.report.invalid == ["brightness of candidate 1 of prompt 'prompt 0': no object"]
     assert program.report.rewards[0].isnan().flatten().tolist() == [False, True, False, False]
-    made = by_unit(program, "update/0", units(program.graph, [0]))
+    made = by_unit(program, "update/0", units(program, [0]))
     assert made["replay/0/0"][1] == [0.0] * STEPS
     assert all(math.isfinite(c) for rows in made.values() for row in rows for c in row)
 
@@ -222,7 +243,7 @@ def test_an_update_with_nobody_kept_has_no_coefficients():
     unneeded = judge(program, {0: [1.0, blind, blind, blind]})
     assert unneeded == ["replay/0/0", "replay/0/2"]
     assert order(program, "update/0", {"rollout/0/0": [[0.0] * STEPS] * 2}) == UpdateOrder({})
-    assert order(program, "update/0", units(program.graph, [0])) == UpdateOrder({})
+    assert order(program, "update/0", units(program, [0])) == UpdateOrder({})
     assert program.report.losses == []
 
 

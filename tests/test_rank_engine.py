@@ -13,7 +13,7 @@ from engines.adapter import Adapter, AdapterSettings
 from engines.gradients import from_fixed
 from engines.kernel import LogProbUnits
 from engines.optimizer import OptimizerSettings
-from engines.orders import CheckpointOrder, ExportOrder, ReplayOrder, RolloutOrder, UpdateOrder
+from engines.orders import CheckpointOrder, ExportOrder, ForwardOrder, ReplayOrder, RolloutOrder, UpdateOrder
 from engines.rank import PolicyEngine, PolicyJob, RankEngine
 from engines.testing import tiny_transformer
 
@@ -30,6 +30,7 @@ def job(tiny_model) -> PolicyJob:
         kernel=kernel,
         units=LogProbUnits(kernel, "mean"),
         weights=every_unit,
+        replay_order="by-chunk",
         adapter=AdapterSettings(rank=2, alpha=4.0),
         optimizer=OptimizerSettings(lr=0.05),
         prompts=PROMPTS,
@@ -40,7 +41,7 @@ def job(tiny_model) -> PolicyJob:
 
 def every_unit(units: torch.Tensor, old_units: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
     """Weights that keep every unit's gradient by itself."""
-    return torch.eye(units.shape[1], dtype=units.dtype).expand(len(units), -1, -1)
+    return torch.eye(units.shape[1], dtype=units.dtype)[:, :, None].expand(len(units), -1, -1, -1)
 
 
 def changed(job: PolicyJob, **changes: object) -> PolicyEngine:
@@ -62,7 +63,13 @@ def sampled(engine: PolicyEngine, prompts=PROMPTS, seeds=SEEDS) -> Result:
 def replayed(engine: PolicyEngine, rollout: Result, kind: Kind = Kind.REPLAY, steps=(0, 1)) -> Result:
     """What was replayed, with the algorithm's weights for units that are all trained."""
     old = [[row[step] for step in steps] for row in rollout.values["rollout/0/0"]]
-    return run(engine, kind, ReplayOrder(PROMPTS, steps, old, [[True] * len(steps)] * len(old)), rollout.tensors)
+    order = ReplayOrder(PROMPTS, steps, old, [[True] * len(steps)] * len(old))
+    return run(engine, kind, order if kind is Kind.REPLAY else ForwardOrder(PROMPTS, steps), rollout.tensors)
+
+
+def units_of(replay: Result) -> list[list[float]]:
+    """The first unit of each candidate and step that a replay found."""
+    return [[step[0] for step in row] for row in replay.values["replay/0/0"].units]
 
 
 def updated(engine: PolicyEngine, gradients: torch.Tensor, coefficients: list[list[float]]) -> dict[str, object]:
@@ -77,10 +84,11 @@ def test_a_replay_reproduces_the_rollout(job):
     engine = PolicyEngine(job)
     rollout = sampled(engine)
     units = rollout.values["rollout/0/0"]
-    assert replayed(engine, rollout).values["replay/0/0"] == units
-    assert replayed(engine, rollout, Kind.FORWARD).values["forward/0/0"] == units
+    assert units_of(replayed(engine, rollout)) == units
+    for kind in (Kind.FORWARD, Kind.OLD_LOG_PROB):
+        assert replayed(engine, rollout, kind).values[f"{kind}/0/0"] == [[[unit] for unit in row] for row in units]
     second = replayed(engine, rollout, steps=(1,))
-    assert second.values["replay/0/0"] == [[row[1]] for row in units]
+    assert units_of(second) == [[row[1]] for row in units]
     assert second.tensors["replay/0/0.gradients"].shape[:2] == (2, 1)
 
 
@@ -117,8 +125,7 @@ def test_an_update_descends_and_a_later_rollout_differs(job):
     value = updated(engine, replay.tensors["replay/0/0.gradients"], [[-1e-3, -1e-3], [0.0, 0.0]])
     assert value["grad_norm"] > 0
     assert value["sha256"] != before
-    after = replayed(engine, rollout).values["replay/0/0"]
-    assert sum(after[0]) > sum(replay.values["replay/0/0"][0])
+    assert sum(units_of(replayed(engine, rollout))[0]) > sum(units_of(replay)[0])
     assert not torch.equal(sampled(engine).tensors["rollout/0/0.clean"], rollout.tensors["rollout/0/0.clean"])
 
 

@@ -13,10 +13,13 @@ POINTWISE = [WeightedReward(Brightness(), 1.0)]
 PAIRWISE = [WeightedReward(BrightnessDuel(), 1.0)]
 
 
-def graph(groups=4, group_size=4, *, mini_batches=1, task_batch=2, rewards=POINTWISE, global_statistics=False) -> Graph:
+def graph(
+    groups=4, group_size=4, *, mini_batches=1, task_batch=2, rewards=POINTWISE, global_statistics=False,
+    reference=False, recompute_old=False,
+) -> Graph:  # fmt: skip
     return step_graph(
         groups, group_size, mini_batches=mini_batches, task_batch=task_batch, rewards=rewards,
-        global_statistics=global_statistics,
+        global_statistics=global_statistics, reference=reference, recompute_old=recompute_old,
     )
 
 
@@ -40,6 +43,31 @@ def test_a_replay_never_waits_for_a_score():
         place = replay.id.partition("/")[2]
         assert ancestors(made, replay.id) == {f"rollout/{place}"}
         assert replay.inputs == (f"rollout/{place}.noisy", f"rollout/{place}.clean")
+
+
+def test_a_reference_feeds_its_replay_and_waits_for_the_trajectory_alone():
+    """The frozen policy's predictions need neither score nor update, in any mini-batch."""
+    made = graph(mini_batches=2, reference=True)
+    assert len(made.of(Kind.REFERENCE)) == len(made.of(Kind.REPLAY))
+    for reference in made.of(Kind.REFERENCE):
+        place = reference.id.partition("/")[2]
+        assert reference.inputs == (f"rollout/{place}.noisy", f"rollout/{place}.clean")
+        assert reference.predecessors == {f"rollout/{place}"}
+        assert made.consumers[f"{reference.id}.velocity"] == [f"replay/{place}"]
+
+
+def test_recomputed_old_units_are_those_before_the_first_update():
+    """The first mini-batch finds its own while it replays; passes for the others need no score and precede update 0."""
+    made = graph(mini_batches=2, recompute_old=True)
+    passes = {task.id for task in made.of(Kind.OLD_LOG_PROB)}
+    assert passes == {f"old-log-prob/{group}/{first}" for group in (2, 3) for first in (0, 2)}
+    assert passes <= made["update/0"].predecessors
+    assert made["replay/0/0"].values == ()
+    assert made["replay/2/0"].values == ("old-log-prob/2/0",)
+    assert set(made["update/1"].values) >= passes
+    assert not {name for name in made["update/0"].values if name.startswith("rollout")}
+    for task in made.of(Kind.OLD_LOG_PROB):
+        assert task.predecessors == {f"rollout/{task.id.partition('/')[2]}"}
 
 
 def test_an_update_waits_for_its_mini_batch_alone():

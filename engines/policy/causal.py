@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -19,19 +20,26 @@ from torch import Tensor, nn
 from engines.policy.cache import KVCache, Past
 
 
+class Segment(NamedTuple):
+    """A run of a forward's tokens that attends to itself and to cached frames: `past` has an entry a layer, or none."""
+
+    tokens: int
+    past: tuple[Past, ...]
+
+
 @dataclass(frozen=True)
 class CausalContext:
     """What one forward attends to.
 
-    `rotation` is complex64 [tokens, 1, head_dim / 2]; `past` has one entry a layer, or none where nothing is cached;
-    `mask` is a boolean [queries, keys], True where attention is allowed; with `written`, the frames' keys and values go
-    to that cache.
+    `rotation` is complex64 [tokens, 1, head_dim / 2]; `segments` cover the tokens in order, each blind to the others;
+    without any, all tokens see each other as `mask` says, a boolean [queries, keys], True where attention is allowed.
+    With `written`, the keys and values of its `frames` go to that cache.
     """
 
-    frames: range
     rotation: Tensor
-    past: tuple[Past, ...] = ()
+    segments: tuple[Segment, ...] = ()
     mask: Tensor | None = None
+    frames: range = range(0)
     written: KVCache | None = None
 
 
@@ -109,15 +117,42 @@ class CausalProcessor:
         value = attn.to_v(hidden_states).unflatten(2, heads)
         if context.written is not None:
             context.written.write(self._layer, context.frames, key, value)
-        if context.past:
-            past = context.past[self._layer]
-            key = torch.cat([*past.keys, key], dim=1)
-            value = torch.cat([*past.values, value], dim=1)
-        attended = dispatch_attention_fn(
-            query, key, value, attn_mask=context.mask, dropout_p=0.0, is_causal=False, backend=self._attention_backend
-        )
+        if context.segments:
+            lengths = [segment.tokens for segment in context.segments]
+            own = zip(*(states.split(lengths, dim=1) for states in (query, key, value)), strict=True)
+            parts = zip(context.segments, own, strict=True)
+            attended = _joined([self._attend(q, *self._behind(segment, k, v)) for segment, (q, k, v) in parts])
+        else:
+            attended = self._attend(query, key, value, context.mask)
         projected: Tensor = attn.to_out[0](attended.flatten(2, 3).type_as(query))
         return projected
+
+    def _behind(self, segment: Segment, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """A segment's own keys and values, behind those of the cached frames that it sees."""
+        if not segment.past:
+            return key, value
+        past = segment.past[self._layer]
+        return _continued(past.keys, key), _continued(past.values, value)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        attended: Tensor = dispatch_attention_fn(
+            query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=False, backend=self._attention_backend
+        )
+        return attended
+
+
+def _continued(past: list[Tensor], own: Tensor) -> Tensor:
+    """Cached [B, tokens, ...], then the chunk's own [B * levels, tokens, ...], of which a video's are neighbours."""
+    if past and len(own) > len(past[0]):
+        levels = len(own) // len(past[0])
+        apart = own.unflatten(0, (-1, levels))
+        return torch.cat([*(part[:, None].expand(-1, levels, -1, -1, -1) for part in past), apart], dim=2).flatten(0, 1)
+    return _joined([*past, own])
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The tokens [B, tokens, ...] of all parts; one part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _rotate(states: Tensor, rotation: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """A causal video policy: velocities of one chunk given the clean chunks before it.
 
 Tensors are [B, C, F, H, W] in float32 whatever the model's own dtype; the model's timestep is 1000 sigma. Chunk by
-chunk with a cache and all chunks at once (`teacher_forced_velocity`) compute the same function. Used by the rollout,
-replay and pre-training engines.
+chunk with a cache, all chunks at once over the same cache (`packed_velocity`), and clean and noisy chunks in one
+forward (`teacher_forced_velocity`) compute the same function. Used by the rollout, replay and pre-training engines.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from engines.policy.cache import KVCache
-from engines.policy.causal import CausalContext, active, make_causal
+from engines.policy.causal import CausalContext, Segment, active, make_causal
 from engines.policy.settings import TRAIN_TIMESTEPS, CausalSettings
 
 
@@ -49,7 +49,7 @@ class Policy:
     def velocity(
         self,
         x: Tensor,
-        sigma: float,
+        sigma: float | Sequence[float],
         text: Tensor,
         cache: KVCache,
         first_frame: int,
@@ -58,9 +58,24 @@ class Policy:
         """Predicted velocity (noise minus clean) of the noisy chunk `x` that starts at `first_frame`.
 
         x [B, C, f, H, W]; text [B, L, D]; the cache is only read. `visible` names the cached frames the chunk attends
-        to, ascending; by default those of the attention window. Returns float32 [B, C, f, H, W].
+        to, ascending; by default those of the attention window. Returns float32 [B, C, f, H, W]. With several noise
+        levels, x [B * levels, ...] and the result hold each video's chunk at all of them, one video after the other.
         """
         return self._forward(x, sigma, text, cache, first_frame, visible, write=False)
+
+    def packed_velocity(self, x: Tensor, sigma: float, text: Tensor, cache: KVCache) -> Tensor:
+        """The velocities of a clip's chunks in one forward, each given the clean frames before it.
+
+        x [B, C, F, H, W] holds every chunk at noise level `sigma`, the cache every clean frame that a chunk sees. Only
+        attention goes chunk by chunk, so that there is no mask, and none of the work that one would hide.
+        """
+        rows, columns = self._token_grid(*x.shape[-2:])
+        segments = tuple(
+            Segment(len(chunk) * rows * columns, cache.past(self.settings.visible(chunk)))
+            for chunk in self.settings.chunks
+        )
+        context = CausalContext(self._rope.rotation(range(x.shape[2]), rows, columns), segments)
+        return self._call(x, *self._levels(sigma, text), context)
 
     @torch.no_grad()
     def write_context(
@@ -85,34 +100,38 @@ class Policy:
         timestep = (levels * TRAIN_TIMESTEPS).repeat_interleave(rows * columns, dim=1)
         rotation = self._rope.rotation(range(frames), rows, columns)
         context = CausalContext(
-            frames=range(frames),
-            rotation=torch.cat([rotation, rotation]),
-            mask=self._teacher_mask(frames, rows * columns),
+            torch.cat([rotation, rotation]), mask=self._teacher_mask(frames, rows * columns)
         )
         return self._call(both, timestep, text, context)[:, :, frames:]
 
     def _forward(
         self,
         x: Tensor,
-        sigma: float,
+        sigma: float | Sequence[float],
         text: Tensor,
         cache: KVCache,
         first_frame: int,
         visible: Sequence[int] | None,
         write: bool,
     ) -> Tensor:
-        batch, _, frames, height, width = x.shape
+        _, _, frames, height, width = x.shape
         chunk = range(first_frame, first_frame + frames)
         if visible is None:
             visible = self.settings.visible(chunk)
+        rotation = self._rope.rotation(chunk, *self._token_grid(height, width))
         context = CausalContext(
+            rotation,
+            (Segment(len(rotation), cache.past(visible)),),
             frames=chunk,
-            rotation=self._rope.rotation(chunk, *self._token_grid(height, width)),
-            past=cache.past(visible),
             written=cache if write else None,
         )
-        timestep = torch.full((batch,), sigma * TRAIN_TIMESTEPS, device=x.device)
-        return self._call(x, timestep, text, context)
+        return self._call(x, *self._levels(sigma, text), context)
+
+    def _levels(self, sigma: float | Sequence[float], text: Tensor) -> tuple[Tensor, Tensor]:
+        """Timesteps and text of a batch in which each video stands once for each noise level."""
+        levels = [sigma] if isinstance(sigma, float) else sigma
+        timesteps = torch.tensor([level * TRAIN_TIMESTEPS for level in levels], device=text.device)
+        return timesteps.repeat(len(text)), text.repeat_interleave(len(levels), dim=0)
 
     def _call(self, x: Tensor, timestep: Tensor, text: Tensor, context: CausalContext) -> Tensor:
         dtype = self.model.dtype
