@@ -2,25 +2,32 @@
 
 import os
 import sys
+from importlib import import_module
 
 import click
 
-from algorithms.dancegrpo import main as dancegrpo
-from algorithms.generate import main as generate
-from algorithms.plan import main as plan
 from asyncflow import __version__
 from asyncflow.options import run
 
+COMMANDS = ("dancegrpo", "doctor", "generate", "plan")
 
-@click.group(context_settings={"max_content_width": 120})
+
+class Commands(click.Group):
+    """Imports a command's module, `algorithms.NAME`, when it is needed: the doctor runs where the others cannot."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """See `click.Group`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """See `click.Group`."""
+        return import_module(f"algorithms.{cmd_name}").main if cmd_name in COMMANDS else None
+
+
+@click.group(cls=Commands, context_settings={"max_content_width": 120})
 @click.version_option(__version__)
 def asyncflow() -> None:
     """Post-train video diffusion models with reinforcement learning."""
-
-
-asyncflow.add_command(dancegrpo)
-asyncflow.add_command(generate)
-asyncflow.add_command(plan)
 
 
 def main() -> None:

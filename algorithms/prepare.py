@@ -1,8 +1,9 @@
 """From a configuration to a run: everything that can be wrong is found here, before any process starts or model loads.
 
-Called by the command in the parent and again in every rank; it reads small files and never writes.
+Called by the command in the parent and again in every rank; it reads little and never writes.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,25 +18,23 @@ from safetensors import SafetensorError, safe_open
 from algorithms.algorithm import Algorithm
 from algorithms.config import RunConfig
 from algorithms.prompts import read_prompts
-from algorithms.train import Progress, Run
+from algorithms.resume import Progress, checkpoint_of
+from algorithms.train import Run
 from asyncflow import checkpoint
-from asyncflow.config import toml_key
 from asyncflow.core import schedules
-from asyncflow.errors import CheckpointError, ConfigError, ModelError
+from asyncflow.errors import ConfigError, ModelError
 from engines.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterSettings
 from engines.optimizer import OptimizerSettings
 from engines.policy import load_settings
+from engines.policy.settings import FILE_NAME
 from engines.rank import PolicyJob, pick_device
 from engines.rewards.base import PointwiseReward
 from engines.rewards.registry import parse_rewards
 from engines.toy import EVAL_PROMPTS, MODEL, PROMPTS
 
 MODEL_PARTS = ("transformer", "vae", "text_encoder", "tokenizer")
-MAY_CHANGE = frozenset(
-    {"steps", "out", "resume", "eval_prompts", "eval_every", "eval_samples", "save_every", "keep_checkpoints"}
-    | {"schedule", "reward_ranks", "forward_replays", "judge_batch", "device", "channel"}
-)
-"""Keys that a resumed run may have otherwise: they do not change what is trained."""
+BLOCKS, BLOCK_BYTES = 64, 65536
+"""How much of a large file goes into a model's hash: so many blocks, spread over it."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ class Prepared:
             kernel=run.algorithm.kernel,
             units=run.algorithm.units,
             weights=run.algorithm.weights,
+            replay_order=config.replay_order,
             adapter=AdapterSettings(rank=config.lora_rank, alpha=config.lora_alpha),
             optimizer=OptimizerSettings(
                 lr=config.lr,
@@ -77,7 +77,10 @@ def prepare(
     """Check `config` for a run of `ranks` ranks and read what it names. Raises ConfigError and its kin."""
     cluster = schedules.cluster(config.schedule, ranks, config.judges(ranks))
     for rank in cluster.ranks:
-        pick_device(config.device, rank)
+        if pick_device(config.device, rank) == "cpu" and config.channel == "nccl":
+            raise ConfigError(
+                f"--channel nccl: rank {rank} needs a GPU of its own; without, choose shared-memory or gloo"
+            )
     rewards = parse_rewards(config.reward)
     model = Path(config.model) if config.model else MODEL
     check_model(model)
@@ -95,8 +98,11 @@ def prepare(
         )
     if config.init_adapter and not config.resume:
         _check_adapter(config)
-    resumed, damaged = _resume(config) if config.resume else (None, [])
-    progress = msgspec.convert(resumed.meta["progress"], Progress) if resumed else Progress()
+    model_sha256 = hash_model(model)
+    resumed, saved, notes = (
+        checkpoint_of(config, type(made).__name__, model_sha256) if config.resume else (None, None, [])
+    )
+    progress = saved.progress if saved else Progress()
     if progress.step >= config.steps:
         raise ConfigError(f"--steps: the checkpoint is of step {progress.step}; give more than that to go on")
     run = Run(
@@ -108,9 +114,10 @@ def prepare(
         eval_prompts=eval_prompts,
         stochastic_steps=stochastic_steps,
         out=_out(name, config, resumed),
+        model_sha256=model_sha256,
         progress=progress,
     )
-    return Prepared(run, model, resumed.files if resumed else None, damaged)
+    return Prepared(run, model, resumed.files if resumed else None, notes)
 
 
 def check_model(folder: Path) -> None:
@@ -127,6 +134,21 @@ def check_model(folder: Path) -> None:
         raise ModelError(f"--model: {file} is missing or damaged; download the model again") from None
     if kind != WanTransformer3DModel.__name__:
         raise ModelError(f"--model: {folder} holds a {kind}; only Wan text-to-video models are trained")
+
+
+def hash_model(folder: Path) -> str:
+    """SHA-256 of a model folder's parts and settings: names, sizes, and all or many blocks of each file's content."""
+    digest = hashlib.sha256()
+    files = [folder / FILE_NAME, *(file for part in MODEL_PARTS for file in sorted((folder / part).rglob("*")))]
+    for file in files:
+        if file.is_file():
+            size = file.stat().st_size
+            digest.update(f"{file.relative_to(folder)} {size}\n".encode())
+            with file.open("rb") as opened:
+                for place in range(0, size, max(BLOCK_BYTES, size // BLOCKS)):
+                    opened.seek(place)
+                    digest.update(opened.read(BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def read_adapter(folder: Path, option: str) -> AdapterSettings:
@@ -166,32 +188,6 @@ def _check_adapter(config: RunConfig) -> None:
             f"--init-adapter: {config.init_adapter} has rank {found.rank} and alpha {found.alpha:g}, this run "
             f"{config.lora_rank} and {config.lora_alpha:g}; give --lora-rank {found.rank} --lora-alpha {found.alpha:g}"
         )
-
-
-def _resume(config: RunConfig) -> tuple[checkpoint.Checkpoint, list[str]]:
-    """The checkpoint to go on from, and a sentence for each later one that is damaged."""
-    path = Path(config.resume)
-    try:
-        if (path / "checkpoints").is_dir():
-            found, damaged = checkpoint.latest(path / "checkpoints")
-        else:
-            found, damaged = checkpoint.load(path), []
-    except CheckpointError as error:
-        raise ConfigError(f"--resume: {error}") from None
-    before = _parsed(type(config), found.meta["config"])
-    for field in msgspec.structs.fields(config):
-        was, now = getattr(before, field.name), getattr(config, field.name)
-        if was != now and field.name not in MAY_CHANGE:
-            raise ConfigError(
-                f"--{toml_key(field.name)}: the run to resume has {was!r}, this one {now!r}; pass --config with "
-                f"the config.toml of that run, or start a new run from its adapter with --init-adapter"
-            )
-    return found, damaged
-
-
-def _parsed(kind: type[RunConfig], text: str) -> RunConfig:
-    values = {key.replace("-", "_"): value for key, value in msgspec.toml.decode(text).items()}
-    return msgspec.convert(values, kind)
 
 
 def _out(name: str, config: RunConfig, resumed: checkpoint.Checkpoint | None) -> Path:

@@ -21,17 +21,18 @@ from algorithms.metrics import Metrics, evaluation_metrics, step_metrics
 from algorithms.planning import Planner
 from algorithms.program import CheckpointProgram, Sample, SamplingProgram, StepProgram, samples_of
 from algorithms.prompts import PromptSampler
+from algorithms.resume import Progress, Saved
 from algorithms.step import checkpoint_graph, evaluation_graph, step_graph
 from asyncflow import checkpoint, perfetto
 from asyncflow.config import dump
 from asyncflow.controller import Controller
 from asyncflow.core.bounds import best_bound
-from asyncflow.core.cost import CostTable
 from asyncflow.core.graph import Graph
 from asyncflow.core.plan import Cluster, Plan
 from asyncflow.core.schedules import schedule
 from asyncflow.core.simulate import simulate
-from asyncflow.errors import RewardError, TrainingError
+from asyncflow.engine import Invalid
+from asyncflow.errors import CheckpointError, RewardError, TrainingError
 from asyncflow.randomness import derive_seed
 from engines.orders import CheckpointOrder
 from engines.rewards.base import PointwiseReward
@@ -40,15 +41,8 @@ from engines.rewards.registry import WeightedReward
 SHOWN = 8
 """How many held-out prompts an evaluation writes a video of."""
 
-
-class Progress(msgspec.Struct, kw_only=True):
-    """What a resumed run must know besides weights and optimizer; it is part of each checkpoint."""
-
-    step: int = 0
-    best_step: int = 0
-    best: float | None = None
-    plan: Plan | None = None
-    costs: CostTable = msgspec.field(default_factory=CostTable)
+FAILED_SAVES = 3
+"""How many saves may fail in a row before the run ends."""
 
 
 @dataclass(kw_only=True)
@@ -63,6 +57,7 @@ class Run:
     eval_prompts: Sequence[str]
     stochastic_steps: int
     out: Path
+    model_sha256: str
     progress: Progress = field(default_factory=Progress)
 
     def step(self) -> tuple[Graph, Plan]:
@@ -92,6 +87,8 @@ def dataflow(config: RunConfig, algorithm: Algorithm, rewards: Sequence[Weighted
         task_batch=config.task_batch,
         rewards=rewards,
         global_statistics=algorithm.global_statistics,
+        reference=algorithm.units.needs_reference,
+        recompute_old=config.recomputes_old,
     )
 
 
@@ -111,7 +108,7 @@ async def train(run: Run, controller: Controller) -> None:
         loop.write(metrics)
         due = bool(run.config.save_every) and step % run.config.save_every == 0
         if due or step in (last, run.progress.best_step):
-            await loop.save(step)
+            await loop.save(step, final=step == last)
         click.echo(_line(metrics, last, (time.monotonic() - began) / (step - first) * (last - step)))
     await loop.planner.close()
     click.echo(f"done: the adapter is in {run.out / 'adapter'}, the metrics are in {run.out / 'metrics.jsonl'}")
@@ -131,6 +128,7 @@ class _Loop:
         )
         self.pointwise = [reward for reward in run.rewards if isinstance(reward.reward, PointwiseReward)]
         self.evaluates = bool(run.eval_prompts and run.config.eval_every)
+        self.failed_saves = 0
 
     def open(self) -> None:
         """Make the run directory; where a run is resumed in its own, keep the metrics up to its checkpoint."""
@@ -169,6 +167,7 @@ class _Loop:
         result = await self.controller.run(self.graph, self.planner.plan, program)
         metrics: Metrics = {"step": step, "training/epoch": step * config.prompts_per_step / len(run.prompts)}
         metrics |= step_metrics(result, self.graph, program.report, run.rewards) | self._predicted()
+        metrics["checkpoint/failed"] = self.failed_saves
         with _writing(run.out):
             perfetto.write(result.trace, run.out / "trace" / f"step-{step:06d}.json")
         run.progress.costs.observe(result.trace, self.graph)
@@ -207,15 +206,36 @@ class _Loop:
             run.progress.best, run.progress.best_step = reward, step
         return metrics
 
-    async def save(self, step: int) -> None:
-        """Write a checkpoint and the adapter; keep the last ones and the best."""
+    async def save(self, step: int, *, final: bool) -> None:
+        """Write a checkpoint and the adapter; keep the last ones and the best.
+
+        A save that fails is told and counted. Raises CheckpointError after a few in a row, and where it was the final.
+        """
         run = self.run
         root = run.out / "checkpoints"
-        meta = {"progress": msgspec.to_builtins(run.progress), "config": dump(run.config)}
+        saved = Saved(
+            algorithm=type(run.algorithm).__name__,
+            model=run.model_sha256,
+            config=dump(run.config),
+            progress=run.progress,
+        )
         graph, plan = run.scheduled(checkpoint_graph())
-        order = CheckpointOrder(str(root), step, meta, str(run.out / "adapter"))
-        await self.controller.run(graph, plan, CheckpointProgram(order))
-        checkpoint.prune(root, run.config.keep_checkpoints, {run.progress.best_step})
+        order = CheckpointOrder(str(root), step, msgspec.to_builtins(saved), str(run.out / "adapter"))
+        result = await self.controller.run(graph, plan, CheckpointProgram(order))
+        (outcome,) = result.values.values()
+        try:
+            if isinstance(outcome, Invalid):
+                raise CheckpointError(outcome.reason)
+            checkpoint.prune(root, run.config.keep_checkpoints, {run.progress.best_step})
+        except CheckpointError as error:
+            self.failed_saves += 1
+            if final:
+                raise CheckpointError(f"the last save of the run failed: {error}") from None
+            if self.failed_saves == FAILED_SAVES:
+                raise CheckpointError(f"{FAILED_SAVES} saves in a row failed: {error}") from None
+            click.echo(f"step {step}: a save failed: {error}", err=True)
+        else:
+            self.failed_saves = 0
 
     def _predicted(self) -> Metrics:
         """The step's time as simulated, and what no plan could beat, once costs of each of its tasks were seen."""

@@ -1,10 +1,12 @@
 """Atomic checkpoints: a directory `step-000001/` is complete and verified, or it is not there.
 
-Files are written to a hidden sibling, then a manifest of their sizes and SHA-256, all are flushed to disk, and one
-rename commits them. Nothing is ever overwritten in place. A crash leaves at most a hidden directory, which the next
-save sweeps; a bit that flips later is found by `load`. Called by the training loop on rank 0, which knows the content.
+Once the disk has room for all of them, files are written to a hidden sibling, then a manifest of their sizes and
+SHA-256, all are flushed to disk, and one rename commits them. Nothing is ever overwritten in place. A crash leaves at
+most a hidden directory, which the next save sweeps; a bit that flips later is found by `load`. The engine of rank 0
+saves, the commands load.
 """
 
+import errno
 import hashlib
 import os
 import shutil
@@ -53,8 +55,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
 def save(root: Path, step: int, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> Path:
     """Write `root/step-NNNNNN` and return its path; meta is whatever JSON can hold.
 
-    A damaged directory of the same step is replaced. Raises CheckpointError, leaving no partial directory, where the
-    disk is full or not writable, or where a good checkpoint of this step exists.
+    A directory of that name which does not load is replaced. Raises CheckpointError, leaving no partial directory,
+    where the disk has no room or is not writable, or where a good checkpoint of this step exists.
     """
     manifest = Manifest(step, {name: FileRecord(len(data), _sha256(data)) for name, data in files.items()}, dict(meta))
     raw = msgspec.json.encode(manifest)
@@ -68,7 +70,9 @@ def save(root: Path, step: int, files: Mapping[str, bytes], meta: Mapping[str, A
                 raise CheckpointError(f"{final}: exists already; give another --out, or --resume from it")
             _remove(root, step)
         temporary.mkdir(parents=True)
-        for name, data in {**files, MANIFEST: sealed}.items():
+        contents = {**files, MANIFEST: sealed}
+        _check_room(temporary, sum(map(len, contents.values())))
+        for name, data in contents.items():
             _write(temporary / name, data)
         _flush(temporary)
         temporary.rename(final)
@@ -77,12 +81,12 @@ def save(root: Path, step: int, files: Mapping[str, bytes], meta: Mapping[str, A
         shutil.rmtree(temporary, ignore_errors=True)
         megabytes = sum(map(len, files.values())) / 1e6
         what = f"cannot write a checkpoint of {megabytes:.1f} MB: {error.strerror}"
-        raise CheckpointError(f"{final}: {what}; free the disk or give another --out") from error
+        raise CheckpointError(f"{final}: {what}; make room or give another --out") from error
     return final
 
 
 def load(path: Path) -> Checkpoint:
-    """Read one step directory. Raises CheckpointError if anything in it is missing, truncated or altered."""
+    """Read one step directory. Raises CheckpointError if anything in it is missing, truncated, altered or renamed."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such checkpoint; give a directory step-NNNNNN")
     try:
@@ -98,6 +102,9 @@ def load(path: Path) -> Checkpoint:
             raise _damaged(path, f"{name} has {len(files[name])} bytes, expected {record.size}")
         if _sha256(files[name]) != record.sha256:
             raise _damaged(path, f"{name} was altered, its SHA-256 differs from the manifest's")
+    right = _directory(root=path.parent, step=manifest.step).name
+    if path.resolve().name != right:
+        raise CheckpointError(f"{path}: holds the checkpoint of step {manifest.step}; rename it to {right}")
     return Checkpoint(path, manifest.step, files, manifest.meta)
 
 
@@ -156,6 +163,13 @@ def _is_intact(path: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def _check_room(directory: Path, needed: int) -> None:
+    """Raises OSError if the disk of `directory` has fewer bytes free than `needed`."""
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"the disk has {free / 1e6:.1f} MB free")
 
 
 def _write(path: Path, data: bytes) -> None:

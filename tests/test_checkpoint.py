@@ -1,8 +1,13 @@
 """Properties of checkpoints: complete or absent whenever the process dies, and every altered bit is found."""
 
+import contextlib
 import io
+import os
 import resource
+import shutil
+import signal
 import sys
+from functools import partial
 
 import pytest
 
@@ -13,12 +18,8 @@ FILES = {"adapter.safetensors": bytes(range(256)), "adam.safetensors": b"moments
 META = {"prompt": "a cat", "best": 0.1, "history": [1, 2, {"x": None}]}
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: no handler of the code under test runs for it."""
-
-
-def interrupted(root, at, error):
-    """Save step 2, but raise `error` before the at-th operation on files; return whether the save ended before it."""
+def interrupted(act, at, strike):
+    """Call `act`, and `strike` before its at-th operation on files; return whether it ended before that."""
     operations = 0
 
     def count(frame, event, function):
@@ -28,14 +29,40 @@ def interrupted(root, at, error):
         if event == "c_call" and (on_file or on_disk) and function.__name__ not in ("fspath", "close", "__exit__"):
             operations += 1
             if operations == at:
-                raise error
+                strike()
 
     sys.setprofile(count)
     try:
-        save(root, 2, {"adapter": b"new", "adam": b"moments"}, {})
+        act()
     finally:
         sys.setprofile(None)
     return operations < at
+
+
+def save_second(root):
+    save(root, 2, {"adapter": b"new", "adam": b"moments"}, {})
+
+
+def no_space():
+    raise OSError(28, "No space left on device")
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(act, at):
+    """Call `act` in a process that is killed before its at-th operation on files; return whether it was."""
+    return died(lambda: interrupted(act, at, kill)) == signal.SIGKILL
+
+
+def died(act):
+    """Call `act` in a process of its own; return the signal that ended it, or 0."""
+    if not (pid := os.fork()):
+        with contextlib.suppress(BaseException):
+            act()
+        os._exit(0)
+    return os.WTERMSIG(os.waitpid(pid, 0)[1])
 
 
 def test_saved_bytes_and_meta_come_back(tmp_path):
@@ -47,22 +74,65 @@ def test_saved_bytes_and_meta_come_back(tmp_path):
 
 def test_a_kill_before_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path):
     outcomes = []
-    while (True, 2) not in outcomes:
+    while (False, 2) not in outcomes:
         root = tmp_path / str(len(outcomes))
         save(root, 1, FILES, META)
-        try:
-            finished = interrupted(root, len(outcomes) + 1, Killed())
-        except Killed:
-            finished = False
+        was_killed = killed(partial(save_second, root), len(outcomes) + 1)
         found, damage = latest(root)
         assert not damage
-        outcomes.append((finished, found.step))
+        outcomes.append((was_killed, found.step))
         # The next save succeeds and sweeps what the killed one left.
         save(root, 3, FILES, META)
         assert {path.name for path in root.iterdir()} == {f"step-{step:06d}" for step in (1, found.step, 3)}
-    assert outcomes == sorted(outcomes)
-    assert outcomes.count((False, 1)) > 15
-    assert (False, 2) in outcomes
+    assert outcomes[:-1] == sorted(outcomes[:-1])
+    assert outcomes.count((True, 1)) > 15
+    assert (True, 2) in outcomes
+
+
+def test_a_kill_while_a_damaged_one_is_replaced_leaves_the_old_or_the_new_checkpoint(tmp_path):
+    found, was_killed = [], True
+    while was_killed:
+        root = tmp_path / str(len(found))
+        save(root, 1, FILES, META)
+        (save(root, 2, FILES, META) / "empty").unlink()
+        was_killed = killed(partial(save_second, root), len(found) + 1)
+        found.append(latest(root)[0].step)
+        if found[-1] == 1:
+            save_second(root)
+            assert latest(root)[0].step == 2
+    assert found == sorted(found)
+    assert found.count(1) > 20
+
+
+def test_a_kill_while_old_ones_are_removed_leaves_no_damaged_one(tmp_path):
+    counts, was_killed = [], True
+    while was_killed:
+        root = tmp_path / str(len(counts))
+        for step in (1, 2, 3):
+            save(root, step, FILES, META)
+        was_killed = killed(lambda root=root: prune(root, 1, set()), len(counts) + 1)
+        assert all(load(path) for path in root.glob("step-*"))
+        counts.append(len(steps(root)))
+    assert counts == sorted(counts, reverse=True)
+    assert set(counts) == {3, 2, 1}
+
+
+@pytest.mark.parametrize("limit", [1, 4096, 99_999])
+def test_a_kill_in_the_middle_of_a_file_leaves_the_old_checkpoint(limit, tmp_path):
+    """The system itself kills the process at that byte of a file."""
+    save(tmp_path, 1, FILES, META)
+
+    def act():
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        save(tmp_path, 2, {"large": b"x" * 100_000}, {})
+
+    assert died(act) == signal.SIGXFSZ
+    assert (tmp_path / ".step-000002.tmp" / "large").stat().st_size == limit
+    found, damage = latest(tmp_path)
+    assert (found.step, damage) == (1, [])
+    assert load(save(tmp_path, 2, FILES, META)).step == 2
 
 
 def test_an_oserror_from_any_operation_is_a_sentence_and_leaves_nothing_partial(tmp_path):
@@ -71,12 +141,12 @@ def test_an_oserror_from_any_operation_is_a_sentence_and_leaves_nothing_partial(
         root = tmp_path / str(len(list(tmp_path.iterdir())))
         save(root, 1, FILES, META)
         try:
-            finished = interrupted(root, len(list(tmp_path.iterdir())), OSError(28, "No space left on device"))
+            finished = interrupted(partial(save_second, root), len(list(tmp_path.iterdir())), no_space)
         except CheckpointError as error:
             messages.add(str(error).removeprefix(f"{root}/"))
         assert all(load(path).files for path in root.iterdir())
     assert messages == {
-        "step-000002: cannot write a checkpoint of 0.0 MB: No space left on device; free the disk or give another --out"
+        "step-000002: cannot write a checkpoint of 0.0 MB: No space left on device; make room or give another --out"
     }
 
 
@@ -89,6 +159,22 @@ def test_a_file_too_large_for_the_disk_leaves_no_partial_directory(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_room_is_checked_before_anything_is_written(tmp_path, monkeypatch):
+    """For all files together, with what an earlier save left in the way already swept."""
+    (tmp_path / ".step-000001.tmp").mkdir()
+    disk = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
+    written = []
+    monkeypatch.setattr("asyncflow.checkpoint._write", lambda path, data: written.append(path))
+    with pytest.raises(CheckpointError) as error:
+        save(tmp_path, 2, {"adapter": b"x" * 600_000, "adam": b"x" * 900_000}, {})
+    assert str(error.value) == (
+        f"{tmp_path / 'step-000002'}: cannot write a checkpoint of 1.5 MB: the disk has 1.0 MB free; "
+        "make room or give another --out"
+    )
+    assert (written, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_a_flipped_bit_in_any_byte_is_found(tmp_path):
@@ -128,6 +214,17 @@ def test_damage_is_named_and_the_one_before_is_used(damage, sentence, tmp_path):
     assert messages == [str(error.value)]
     # A run resumed from 9 comes to 10 again and replaces the damaged one.
     assert load(save(tmp_path, 10, FILES, META)).step == 10
+
+
+def test_a_renamed_checkpoint_is_not_taken_for_another_step(tmp_path):
+    save(tmp_path, 2, FILES, META)
+    stale = shutil.copytree(tmp_path / "step-000002", tmp_path / "step-000007")
+    found, (message,) = latest(tmp_path)
+    assert found.step == 2
+    assert message == f"{stale}: holds the checkpoint of step 2; rename it to step-000002"
+    # A link that points to it is no other name.
+    (tmp_path / "best").symlink_to("step-000002")
+    assert load(tmp_path / "best").step == 2
 
 
 def test_no_checkpoint_is_a_sentence(tmp_path):

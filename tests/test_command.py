@@ -12,7 +12,8 @@ import torch
 from algorithms.cli import asyncflow
 from algorithms.dancegrpo import DanceGRPOConfig
 from algorithms.dancegrpo import main as dancegrpo
-from algorithms.train import Progress
+from algorithms.prepare import hash_model
+from algorithms.resume import Progress, Saved
 from asyncflow import checkpoint, launch, options
 from asyncflow.config import dump, resolve
 from asyncflow.options import run
@@ -97,6 +98,11 @@ def test_a_gpu_that_is_not_there(refused: Refused, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     sentence = refused("--device", "cuda", "--ranks", "2")
     assert sentence == "--device cuda: rank 1 needs a GPU of its own, and this host has 1"
+
+
+def test_nccl_without_gpus(refused: Refused):
+    sentence = refused("--device", "cpu", "--channel", "nccl")
+    assert sentence == "--channel nccl: rank 0 needs a GPU of its own; without, choose shared-memory or gloo"
 
 
 def test_an_unknown_key_of_a_file(refused: Refused, folder: Path):
@@ -198,7 +204,13 @@ def stopped(folder: Path) -> Path:
     """A run directory with checkpoints of steps 2 and 4 of the options that `refused` gives, and metrics."""
     config = DanceGRPOConfig(model="model", prompts="prompts.txt", reward=("engines.rewards.testing:Brightness",))
     for step in (2, 4):
-        meta = {"progress": msgspec.to_builtins(Progress(step=step)), "config": dump(config)}
+        saved = Saved(
+            algorithm="DanceGRPO",
+            model=hash_model(folder / "model"),
+            config=dump(config),
+            progress=Progress(step=step),
+        )
+        meta = msgspec.to_builtins(saved)
         checkpoint.save(folder / "before" / "checkpoints", step, {"adapter.pt": b"weights"}, meta)
     (folder / "before" / "metrics.jsonl").write_text('{"step": 1}\n')
     return folder / "before"

@@ -94,6 +94,31 @@ def test_what_departs_from_the_defaults_is_as_exact(recipe, run_ranks, tmp_path)
         assert len(set(re.findall(r"replay/\d/\d", trace))) == 8
 
 
+@pytest.mark.parametrize("order", ["by-chunk", "batched", "packed"])
+def test_a_kl_and_recomputed_ratios_are_as_exact(order, recipe, run_ranks, tmp_path):
+    """In every order of replay: a reference on any rank, old units of the second mini-batch before the first update."""
+    options = [*recipe, "--steps=2", "--kl=0.1", "--old-log-probs=recomputed", f"--replay-order={order}"]
+    one, three = tmp_path / "one", tmp_path / "three"
+    codes, output = run_ranks(1, [*options, f"--out={one}"], tmp_path / "output")
+    assert codes == [0], output
+    schedule = ["--schedule=stagebreaker", "--reward-ranks=2"]
+    codes, output = run_ranks(3, [*options, f"--out={three}", *schedule], tmp_path / "output")
+    assert codes == [0, 0, 0], output
+    assert weights(three) == weights(one)
+    first, second = metrics(one)
+    assert 0 < second["actor/kl_loss"] > first["actor/kl_loss"]
+    assert second["actor/ratio_start_deviation"] == 0
+    assert second["actor/ratio_std"] > 0
+
+
+def test_recomputed_is_recorded_where_the_shape_is_the_same(recipe, uninterrupted, run_ranks, tmp_path):
+    """Chunk by chunk the recomputed old units are the recorded bits, and so are the weights."""
+    options = [*recipe, "--steps=2", "--old-log-probs=recomputed", f"--out={tmp_path / 'run'}"]
+    codes, output = run_ranks(1, options, tmp_path / "output")
+    assert codes == [0], output
+    assert weights(tmp_path / "run") == weights(uninterrupted)[:2]
+
+
 def test_fixed_point_is_the_sum_of_floats(recipe, uninterrupted, run_ranks, tmp_path):
     """Without --exact gradients are summed in float32: nearly the same update, with the same first rollouts."""
     options = [*recipe, "--no-exact", "--steps=1", f"--out={tmp_path / 'run'}"]
