@@ -7,6 +7,7 @@ from bench.emulate import emulate
 from bench.fidelity import fidelity
 from bench.figures import figures
 from bench.learning import learning
+from bench.replay import replay
 from bench.samples import samples
 from bench.schedules import schedules
 from bench.timeline import timeline
@@ -18,7 +19,7 @@ def bench() -> None:
     """Measure asyncflow; every number in its documents is printed by one of these."""
 
 
-for command in (dispatch, emulate, fidelity, figures, learning, samples, schedules, timeline, transport):
+for command in (dispatch, emulate, fidelity, figures, learning, replay, samples, schedules, timeline, transport):
     bench.add_command(command)
 
 if __name__ == "__main__":
