@@ -62,15 +62,20 @@ def test_the_command_starts_its_own_ranks(recipe, uninterrupted, tmp_path):
         (3, ["--schedule=async-reward", "--channel=gloo"]),
         (3, ["--schedule=async-reward", "--reward-ranks=2", "--forward-replays", "--judge-batch=8"]),
         (2, ["--forward-replays", "--channel=gloo"]),
+        (3, ["--channel=gloo"]),
         (2, ["--schedule=async-train"]),
+        (3, ["--schedule=async-train", "--channel=gloo"]),
+        (2, ["--schedule=merged-replay"]),
         (3, ["--schedule=merged-replay", "--reward-ranks=2"]),
+        (2, ["--schedule=stagebreaker", "--channel=gloo"]),
         (3, ["--schedule=stagebreaker", "--reward-ranks=2"]),
     ],
 )
 def test_ranks_schedule_and_channel_cannot_change_a_bit(ranks, options, recipe, uninterrupted, run_ranks, tmp_path):
-    codes, output = run_ranks(ranks, [*recipe, "--steps=2", f"--out={tmp_path / 'run'}", *options], tmp_path / "output")
+    """Three steps of two mini-batches, with what the search of the second step finds in the third."""
+    codes, output = run_ranks(ranks, [*recipe, "--steps=3", f"--out={tmp_path / 'run'}", *options], tmp_path / "output")
     assert codes == [0] * ranks, output
-    assert weights(tmp_path / "run") == weights(uninterrupted)[:2]
+    assert weights(tmp_path / "run") == weights(uninterrupted)[:3]
 
 
 def test_what_departs_from_the_defaults_is_as_exact(recipe, run_ranks, tmp_path):
