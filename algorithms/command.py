@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from algorithms.algorithm import Algorithm
 from algorithms.config import RunConfig
+from algorithms.memory import policy_rank_memory
 from algorithms.prepare import Prepared, prepare
 from algorithms.train import train
 from asyncflow import launch
@@ -72,6 +73,7 @@ def be_rank(prepared: Prepared, place: launch.Rank) -> None:
     if not place.number:
         for note in prepared.notes:
             click.echo(note, err=True)
+        click.echo(_memory(prepared))
 
     def build_engine() -> RankEngine:
         policy = PolicyEngine(prepared.policy_job(place.number)) if place.number in run.cluster.policy else None
@@ -93,6 +95,7 @@ def describe(prepared: Prepared) -> str:
         dump(run.config),
         f"graph: {len(graph)} tasks, {graph.edges()} edges: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()),
         f"run directory: {run.out}",
+        _memory(prepared),
     ]
     for rank in run.cluster.ranks:
         mine = Counter(str(graph[name].kind) for name in plan.order if rank in plan.ranks[name])
@@ -100,3 +103,7 @@ def describe(prepared: Prepared) -> str:
         role = " and ".join(role for role, ranks in roles.items() if rank in ranks)
         lines.append(f"rank {rank} ({role}): " + ", ".join(f"{n} {kind}" for kind, n in mine.items()))
     return "\n".join(lines)
+
+
+def _memory(prepared: Prepared) -> str:
+    return f"a policy rank needs about {policy_rank_memory(prepared.run, prepared.settings)}"

@@ -2,22 +2,26 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
+from algorithms.model import ModelConfig
 from asyncflow.core import schedules
 from asyncflow.errors import ConfigError
+from engines.adapter import BLOCK_LINEARS, AdapterSettings
 
 
-class RunConfig(Struct, frozen=True, kw_only=True):
+class RunConfig(ModelConfig, frozen=True, kw_only=True):
     """What to train, on what, and how often to look at it."""
 
-    model: Annotated[str, Meta(description="Diffusers folder of a causal Wan model; empty for the built-in toy.")] = ""
     prompts: Annotated[
         str, Meta(description="Training prompts, a .txt, .csv or .jsonl file; empty for the toy's.")
     ] = ""
     reward: Annotated[
         tuple[str, ...],
-        Meta(description="Reward, NAME or module:Class, with =WEIGHT if not 1; give it again for several."),
+        Meta(
+            description="Reward: NAME, NAME@PLACE (an endpoint or a folder), FILE.toml (a judge's settings) or "
+            "module:Class, with =WEIGHT if not 1; give it again for several."
+        ),
     ] = ("colour", "motion")
     reward_ranks: Annotated[
         Annotated[int, Meta(ge=0)] | None, Meta(description="Ranks that only judge; by default 1, and 0 for colocated.")
@@ -54,6 +58,13 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     max_grad_norm: Annotated[float, Meta(gt=0, description="Norm to which the combined gradient is clipped.")] = 1.0
     lora_rank: Annotated[int, Meta(ge=1, description="Rank of the LoRA.")] = 32
     lora_alpha: Annotated[float, Meta(gt=0, description="Scale of the LoRA, times its rank.")] = 32.0
+    lora_targets: Annotated[
+        tuple[str, ...],
+        Meta(min_length=1, description="Ends of the names of the linears that get a LoRA; give it again for several."),
+    ] = BLOCK_LINEARS
+    gradient_checkpointing: Annotated[
+        bool, Meta(description="Keep the inputs of blocks alone for a backward, and compute the rest again.")
+    ] = False
     init_adapter: Annotated[str, Meta(description="Adapter folder to start from; empty for a fresh one.")] = ""
     seed: Annotated[int, Meta(ge=0, description="Seed of everything that is drawn.")] = 0
     exact: Annotated[
@@ -75,6 +86,7 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     keep_checkpoints: Annotated[int, Meta(ge=1, description="Checkpoints to keep, besides the best.")] = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.prompts_per_step % self.mini_batches:
             raise ConfigError(
                 f"--mini-batches: expected a divisor of --prompts-per-step {self.prompts_per_step}, "
@@ -87,6 +99,11 @@ class RunConfig(Struct, frozen=True, kw_only=True):
             )
         if self.model and not self.prompts:
             raise ConfigError("--prompts: a model of your own needs a file of training prompts")
+
+    @property
+    def adapter(self) -> AdapterSettings:
+        """The LoRA that is trained."""
+        return AdapterSettings(rank=self.lora_rank, alpha=self.lora_alpha, targets=self.lora_targets)
 
     @property
     def recomputes_old(self) -> bool:

@@ -6,12 +6,13 @@ from typing import Annotated, Literal
 import click
 import torch
 from diffusers import AutoencoderKLWan
-from msgspec import Meta, Struct
+from msgspec import Meta
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from algorithms.kernels import ConsistencyKernel
-from algorithms.prepare import check_model, read_adapter
+from algorithms.model import ModelConfig
+from algorithms.prepare import check_model, check_size, read_adapter
 from algorithms.prompts import read_prompts
 from asyncflow.errors import ConfigError
 from asyncflow.options import options
@@ -22,14 +23,13 @@ from engines.kernel import LogProbUnits
 from engines.policy import Policy, load_policy
 from engines.rank import compute_dtype, encode_prompts, pick_device
 from engines.rollout import Seeds, rollout
-from engines.toy import EVAL_PROMPTS, MODEL
+from engines.toy import EVAL_PROMPTS
 from engines.vae import StreamingDecoder, load_vae
 
 
-class GenerateConfig(Struct, frozen=True, kw_only=True):
+class GenerateConfig(ModelConfig, frozen=True, kw_only=True):
     """What to generate, and where to."""
 
-    model: Annotated[str, Meta(description="Diffusers folder of a causal Wan model; empty for the built-in toy.")] = ""
     adapter: Annotated[str, Meta(description="Adapter folder, as a run writes it; empty for the model alone.")] = ""
     prompt: Annotated[tuple[str, ...], Meta(description="A prompt; give it again for several.")] = ()
     prompts: Annotated[str, Meta(description="File of prompts: .txt, .csv or .jsonl.")] = ""
@@ -39,6 +39,7 @@ class GenerateConfig(Struct, frozen=True, kw_only=True):
     out: Annotated[str, Meta(description="Folder for the mp4 files.")] = "videos"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if any(not prompt.strip() for prompt in self.prompt):
             raise ConfigError("--prompt: the prompt is empty; write one")
 
@@ -47,8 +48,10 @@ class GenerateConfig(Struct, frozen=True, kw_only=True):
 @options(GenerateConfig)
 def main(config: GenerateConfig) -> None:
     """Generate videos from a model folder, with or without an adapter."""
-    folder = Path(config.model) if config.model else MODEL
+    folder = config.folder
     check_model(folder)
+    settings = config.settings()
+    check_size(folder, settings)
     adapter = read_adapter(Path(config.adapter), "--adapter") if config.adapter else None
     prompts = [*config.prompt, *(read_prompts(Path(config.prompts)) if config.prompts else [])]
     if not prompts and config.model:
@@ -60,7 +63,7 @@ def main(config: GenerateConfig) -> None:
     device = pick_device(config.device, 0)
     transformers_logging.disable_progress_bar()
     texts = encode_prompts(folder, prompts, device)
-    policy = load_policy(folder, device=device, dtype=compute_dtype(device))
+    policy = load_policy(folder, **config.weights, settings=settings, device=device, dtype=compute_dtype(device))
     if adapter:
         Adapter(policy.model, adapter, config.seed).load(Path(config.adapter))
     vae = load_vae(folder, device=device)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from algorithms.algorithm import Algorithm
 from algorithms.config import RunConfig
+from algorithms.memory import check_memory
 from algorithms.prompts import read_prompts
 from algorithms.resume import Progress, checkpoint_of
 from algorithms.train import Run
@@ -25,12 +26,14 @@ from asyncflow.core import schedules
 from asyncflow.errors import ConfigError, ModelError
 from engines.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterSettings
 from engines.optimizer import OptimizerSettings
-from engines.policy import load_settings
+from engines.policy import CausalSettings, check_policy
+from engines.policy.load import empty_transformer
 from engines.policy.settings import FILE_NAME
 from engines.rank import PolicyJob, pick_device
-from engines.rewards.base import PointwiseReward
+from engines.rewards.base import PairwiseReward, PointwiseReward
 from engines.rewards.registry import parse_rewards
-from engines.toy import EVAL_PROMPTS, MODEL, PROMPTS
+from engines.toy import EVAL_PROMPTS, PROMPTS
+from engines.vae import empty_vae
 
 MODEL_PARTS = ("transformer", "vae", "text_encoder", "tokenizer")
 BLOCKS, BLOCK_BYTES = 64, 65536
@@ -39,10 +42,10 @@ BLOCKS, BLOCK_BYTES = 64, 65536
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run, the files of the checkpoint that it goes on from, and sentences that its user should see."""
+    """A run, its sampler, the files of the checkpoint that it goes on from, and sentences that its user should see."""
 
     run: Run
-    model: Path
+    settings: CausalSettings
     resume: Mapping[str, bytes] | None
     notes: Sequence[str]
 
@@ -50,13 +53,13 @@ class Prepared:
         """What rank `rank` loads if it is a policy rank."""
         run, config = self.run, self.run.config
         return PolicyJob(
-            model=self.model,
+            model=config.folder,
             device=pick_device(config.device, rank),
             kernel=run.algorithm.kernel,
             units=run.algorithm.units,
             weights=run.algorithm.weights,
             replay_order=config.replay_order,
-            adapter=AdapterSettings(rank=config.lora_rank, alpha=config.lora_alpha),
+            adapter=config.adapter,
             optimizer=OptimizerSettings(
                 lr=config.lr,
                 weight_decay=config.weight_decay,
@@ -68,6 +71,9 @@ class Prepared:
             exact=config.exact,
             init_adapter=Path(config.init_adapter) if config.init_adapter else None,
             resume=self.resume,
+            **config.weights,
+            settings=self.settings,
+            gradient_checkpointing=config.gradient_checkpointing,
         )
 
 
@@ -82,9 +88,15 @@ def prepare(
                 f"--channel nccl: rank {rank} needs a GPU of its own; without, choose shared-memory or gloo"
             )
     rewards = parse_rewards(config.reward)
-    model = Path(config.model) if config.model else MODEL
+    for weighted in rewards:
+        if isinstance(weighted.reward, PairwiseReward):
+            weighted.reward.pairs(config.group_size)  # which raises ConfigError where there are none
+    model = config.folder
     check_model(model)
-    stochastic_steps = len(load_settings(model).denoising_steps) - 1
+    settings = config.settings()
+    check_policy(model, **config.weights, settings=settings)
+    check_size(model, settings)
+    stochastic_steps = len(settings.denoising_steps) - 1
     if not stochastic_steps:
         raise ModelError(f"--model: {model} samples in one denoising step, which leaves no stochastic step to train")
     made = algorithm(config, tuple(reward.weight for reward in rewards))
@@ -98,7 +110,7 @@ def prepare(
         )
     if config.init_adapter and not config.resume:
         _check_adapter(config)
-    model_sha256 = hash_model(model)
+    model_sha256 = hash_model(model, *config.weights.values())
     resumed, saved, notes = (
         checkpoint_of(config, type(made).__name__, model_sha256) if config.resume else (None, None, [])
     )
@@ -117,7 +129,8 @@ def prepare(
         model_sha256=model_sha256,
         progress=progress,
     )
-    return Prepared(run, model, resumed.files if resumed else None, notes)
+    check_memory(run, settings)
+    return Prepared(run, settings, resumed.files if resumed else None, notes)
 
 
 def check_model(folder: Path) -> None:
@@ -136,14 +149,25 @@ def check_model(folder: Path) -> None:
         raise ModelError(f"--model: {folder} holds a {kind}; only Wan text-to-video models are trained")
 
 
-def hash_model(folder: Path) -> str:
-    """SHA-256 of a model folder's parts and settings: names, sizes, and all or many blocks of each file's content."""
+def check_size(folder: Path, settings: CausalSettings) -> None:
+    """Raises ConfigError unless the video's height and width are whole numbers of the model's tokens."""
+    _, *patch = empty_transformer(folder).config.patch_size
+    scale = empty_vae(folder).config.scale_factor_spatial
+    for name, pixels, latents in zip(("height", "width"), (settings.height, settings.width), patch, strict=True):
+        if pixels % (scale * latents):
+            raise ConfigError(f"--{name}: expected a multiple of {scale * latents} for {folder}, got {pixels}")
+
+
+def hash_model(folder: Path, *weights: Path | None) -> str:
+    """SHA-256 of a model's folder and of other files with its weights: names, sizes, and all or many blocks of each."""
     digest = hashlib.sha256()
-    files = [folder / FILE_NAME, *(file for part in MODEL_PARTS for file in sorted((folder / part).rglob("*")))]
-    for file in files:
+    parts = (file for part in MODEL_PARTS for file in sorted((folder / part).rglob("*")))
+    files = {file: str(file.relative_to(folder)) for file in (folder / FILE_NAME, *parts)}
+    files |= {file: str(place) for place, file in enumerate(weights) if file}
+    for file, name in files.items():
         if file.is_file():
             size = file.stat().st_size
-            digest.update(f"{file.relative_to(folder)} {size}\n".encode())
+            digest.update(f"{name} {size}\n".encode())
             with file.open("rb") as opened:
                 for place in range(0, size, max(BLOCK_BYTES, size // BLOCKS)):
                     opened.seek(place)
@@ -187,6 +211,11 @@ def _check_adapter(config: RunConfig) -> None:
         raise ModelError(
             f"--init-adapter: {config.init_adapter} has rank {found.rank} and alpha {found.alpha:g}, this run "
             f"{config.lora_rank} and {config.lora_alpha:g}; give --lora-rank {found.rank} --lora-alpha {found.alpha:g}"
+        )
+    if set(found.targets) != set(config.lora_targets):
+        raise ModelError(
+            f"--init-adapter: {config.init_adapter} is on other linears than this run's; give "
+            + " ".join(f"--lora-targets {name}" for name in sorted(found.targets))
         )
 
 

@@ -5,7 +5,9 @@ with a default, and T is int, float, str, bool, a Literal, one of these or None,
 a number that may be None goes inside: `Annotated[Annotated[int, Meta(ge=0)] | None, Meta(description=...)]`.) A field
 `task_batch` is `task-batch` in the file and `--task-batch` on the command line. Every value is checked where it enters,
 with one sentence that names the option or the file and key; checks across fields belong in the struct's
-`__post_init__`, which raises ConfigError. Nothing here knows an algorithm; `asyncflow.options` calls it for a command.
+`__post_init__`, which raises ConfigError. A struct with a field `preset` has a class variable `PRESETS`: by name,
+values for its fields, which go before the defaults. Nothing here knows an algorithm; `asyncflow.options` calls it for a
+command.
 """
 
 import difflib
@@ -26,7 +28,7 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 
 
 def resolve(config: type[Config], given: Mapping[str, Any], config_file: str | None = None) -> Config:
-    """Return the configuration: defaults, replaced by the TOML file's values, replaced by the given ones.
+    """Return the configuration: defaults, replaced by the preset's, by the TOML file's, by the given values.
 
     given: values by field name, as typed on the command line (text, or already of the field's type).
     Raises ConfigError: a file that cannot be read, an unknown key, or a value of the wrong type or range.
@@ -42,7 +44,8 @@ def resolve(config: type[Config], given: Mapping[str, Any], config_file: str | N
         values[name] = _checked(value, types[name], f"{config_file}: {key}", strict=True)
     for name, value in given.items():
         values[name] = _checked(value, types[name], f"--{toml_key(name)}", strict=False)
-    return config(**values)
+    preset = getattr(config, "PRESETS", {}).get(values.get("preset"), {})
+    return config(**{name: value for name, value in preset.items() if name in types} | values)
 
 
 def dump(config: msgspec.Struct) -> str:

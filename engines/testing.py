@@ -1,10 +1,12 @@
 """Tiny random models and inputs for tests, in memory or as a model folder."""
 
+import re
 from pathlib import Path
 
 import msgspec
 import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from transformers import UMT5Config, UMT5EncoderModel
 
 from engines.policy import CausalSettings, Policy
@@ -13,6 +15,7 @@ from engines.toy.make_policy import new_tokenizer
 
 CHANNELS = 4
 TEXT_DIM = 12
+ORIGINAL_LINEAR = re.compile(r"blocks\.\d+\.((self|cross)_attn\.[qkvo]|ffn\.[02])\.weight")
 
 
 def tiny_settings(**changes: object) -> CausalSettings:
@@ -96,3 +99,42 @@ def save_tiny_model(folder: Path) -> None:
         transformer=tiny_transformer(),
     ).save_pretrained(folder)
     (folder / FILE_NAME).write_bytes(msgspec.json.encode(tiny_settings(text_length=8)))
+
+
+def original_names(blocks: int) -> list[str]:
+    """The tensors of a Wan model in the original code's names."""
+    attention = [f"{part}.{kind}" for part in "qkvo" for kind in ("weight", "bias")]
+    attention += ["norm_q.weight", "norm_k.weight"]
+    block = ["modulation", *(f"{part}.{kind}" for part in ("norm3", "ffn.0", "ffn.2") for kind in ("weight", "bias"))]
+    block += [f"{which}_attn.{name}" for which in ("self", "cross") for name in attention]
+    ends = ["patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0", "time_embedding.2"]
+    ends += ["time_projection.1", "head.head"]
+    names = [f"{end}.{kind}" for end in ends for kind in ("weight", "bias")] + ["head.modulation"]
+    return names + [f"blocks.{number}.{name}" for number in range(blocks) for name in block]
+
+
+def original_weights(model: WanTransformer3DModel) -> dict[str, torch.Tensor]:
+    """The model's weights as Self-Forcing's generator has them, `model.` before each name."""
+    names = convert_wan_transformer_to_diffusers({name: name for name in original_names(len(model.blocks))})
+    return {f"model.{original}": model.state_dict()[name] for name, original in names.items()}
+
+
+def save_as_longlive(weights: dict[str, torch.Tensor], folder: Path) -> tuple[Path, Path]:
+    """Write a Self-Forcing generator (`model.` prefix) in LongLive's layout: a base, and a LoRA whose sum it is."""
+    generator = torch.Generator().manual_seed(0)
+    base, lora = {}, {}
+    for prefixed, weight in weights.items():
+        name = f"_fsdp_wrapped_module.{prefixed.removeprefix('model.')}"
+        base[f"model.{name}"] = weight
+        if ORIGINAL_LINEAR.search(name):
+            up = 0.3 * torch.randn(len(weight), 2, generator=generator)
+            down = 0.3 * torch.randn(2, weight.shape[1], generator=generator)
+            base[f"model.{name}"] = weight - up @ down
+            factors = {"lora_A": down, "lora_B": up}
+            lora |= {
+                f"base_model.model.{name.removesuffix('weight')}{factor}.weight": tensor
+                for factor, tensor in factors.items()
+            }
+    torch.save({"generator": base}, folder / "longlive_base.pt")
+    torch.save({"generator_lora": lora}, folder / "lora.pt")
+    return folder / "longlive_base.pt", folder / "lora.pt"

@@ -7,6 +7,7 @@ end. Here each batch of videos owns them, so that several can be decoded in turn
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from torch import Tensor
@@ -30,6 +31,17 @@ def load_vae(
         if parameter.ndim == 5:  # convolutions over channels-last frames are a quarter faster on CPUs
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last_3d)
     return vae.requires_grad_(False).to(device).eval()
+
+
+def empty_vae(folder: Path) -> AutoencoderKLWan:
+    """The VAE that `vae/config.json` describes, its parameters on the meta device. Raises `ModelError`."""
+    try:
+        config = AutoencoderKLWan.load_config(folder, subfolder=SUBFOLDER, local_files_only=True)
+        with init_empty_weights():
+            vae: AutoencoderKLWan = AutoencoderKLWan.from_config(config)
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{folder / SUBFOLDER} describes no AutoencoderKLWan: {error}") from error
+    return vae
 
 
 def denormalise(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
