@@ -36,7 +36,7 @@ TRANSFER = "transfer"
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step under a schedule: its plan, the trace it would leave, and the least that any plan of its graph takes."""
+    """A step under a schedule: its plan, the trace it would leave, and the least that any plan under it takes."""
 
     name: schedules.Name
     graph: Graph
@@ -102,9 +102,9 @@ def predict(
     graph, plan = schedules.schedule(
         name, graph, cluster, forward_replays=config.forward_replays, judge_batch=config.judge_batch
     )
-    if name == "stagebreaker":
-        plan, _ = search(graph, plan, cluster, durations)
     bound = best_bound(graph, cluster, durations, judge_batch=config.judge_batch)
+    if name == "stagebreaker":
+        graph, plan, _ = search(graph, plan, cluster, durations)
     return Prediction(name, graph, cluster, plan, simulate(graph, plan, durations), bound)
 
 
@@ -157,4 +157,5 @@ def _moved(prediction: Prediction) -> str:
             moved = sum(not set(plan.ranks[task.id]) & actors for task in tasks)
             parts.append(f"{moved} of {len(tasks)} {kind}s")
     batches = f"{'full batches of' if plan.judge_wait > 1 else 'batches of up to'} {plan.judge_batch}"
-    return f": reward ranks take {', '.join(parts)}, and judge {batches}"
+    later = ", catch up with updates" if graph.catches_up else ""
+    return f": reward ranks take {', '.join(parts)}{later}, and judge {batches}"

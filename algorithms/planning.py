@@ -1,15 +1,16 @@
-"""Which plan the next step follows: the schedule's own, or, for `stagebreaker`, the best that the search finds.
+"""Which graph and plan the next step follows: the schedule's own, or, for `stagebreaker`, what the search finds.
 
-Invariant: a plan changes between steps only, and never what is trained. The training loop tells it the costs after
+Invariant: they change between steps only, and never what is trained. The training loop tells it the costs after
 every step; a search runs in a thread beside the next step, off the critical path.
 """
 
 import asyncio
 
+from asyncflow.core.catch_up import variants
 from asyncflow.core.cost import CostTable, Estimates
 from asyncflow.core.graph import Graph
 from asyncflow.core.plan import Cluster, Plan
-from asyncflow.core.search import search
+from asyncflow.core.search import Found, search
 
 DRIFT = 0.1
 """Medians that lie off what the last search was told of them by more than this share call for another one."""
@@ -20,33 +21,35 @@ SLIGHT = 0.01
 class Planner:
     """The plans of a run: at first `plan`, and, if it `searches`, then the best for the costs so far.
 
-    `fixed` keeps the first plan that was found, or was `found` by the run that is resumed, as exact mode wants it.
+    `graph` is the variant that the plan is of. `fixed` keeps the first plan that was found, or was `found` by the run
+    that is resumed, as exact mode wants it.
     """
 
     def __init__(
         self, graph: Graph, plan: Plan, cluster: Cluster, *, searches: bool, fixed: bool, found: Plan | None = None
     ) -> None:
-        self.found = found if searches and found and found.fits(graph, cluster) else None
-        self.plan = self.found or plan
-        self._improved = plan
-        self._graph, self._cluster = graph, cluster
+        self.graph, self.plan = graph, plan
+        self.found: Plan | None = None
+        for variant in variants(graph, cluster) if searches else ():
+            if found and found.fits(variant, cluster):
+                self.graph, self.plan, self.found = variant, found, found
+        self._own = graph, plan, cluster
         self._searches, self._fixed = searches, fixed
         self._searched_with: Estimates | None = None
-        self._search: asyncio.Task[tuple[Plan, float]] | None = None
+        self._search: asyncio.Task[Found] | None = None
 
     async def reconsider(self, costs: CostTable) -> None:
         """Take up the plan that was found meanwhile; begin a search if there was none, or if costs drifted."""
         if self._search and self._search.done():
-            self.found, _ = await self._search
-            self.plan, self._search = self.found, None
+            self.graph, self.plan, _ = await self._search
+            self.found, self._search = self.plan, None
         if not self._searches or self._search or (self._fixed and self.found):
             return
         estimates = costs.estimates()
         if self._searched_with and not _drifted(self._searched_with, estimates):
             return
         self._searched_with = estimates
-        searching = asyncio.to_thread(search, self._graph, self._improved, self._cluster, estimates)
-        self._search = asyncio.create_task(searching)
+        self._search = asyncio.create_task(asyncio.to_thread(search, *self._own, estimates))
 
     async def close(self) -> None:
         """Wait for a search under way, whose plan nobody will follow."""

@@ -21,8 +21,8 @@ from asyncflow.errors import CheckpointError, ConfigError, TrainingError
 def profile(config: DanceGRPOConfig, ranks: int, steps: int) -> CostTable:
     """The costs of `steps` steps of `config` on `ranks` ranks, at least 2, started as `asyncflow dancegrpo` does.
 
-    Under async-train, whose step has a task of every kind that any schedule has. Raises ConfigError if the run cannot
-    be, TrainingError if it failed, and click.Abort if it was interrupted.
+    Under async-train, whose step has a task of every kind that any schedule has; a catch-up takes what an update does.
+    Raises ConfigError if the run cannot be, TrainingError if it failed, and click.Abort if it was interrupted.
     """
     with tempfile.TemporaryDirectory(prefix="asyncflow-profile-") as folder:
         out, file = Path(folder, "run"), Path(folder, "config.toml")

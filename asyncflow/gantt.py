@@ -14,7 +14,8 @@ from asyncflow.errors import ConfigError
 STYLES = {
     "rollout": ("R", "#4c78a8"), "decode": ("D", "#72b7b2"), "score": ("S", "#f58518"), "compare": ("C", "#f58518"),
     "reference": ("B", "#d4a6c8"), "old-log-prob": ("L", "#d7b5a6"), "forward": ("F", "#bab0ac"),
-    "replay": ("P", "#54a24b"), "update": ("U", "#e45756"), "checkpoint": ("K", "#9d755d"), "export": ("E", "#b279a2"),
+    "replay": ("P", "#54a24b"), "update": ("U", "#e45756"), "catch-up": ("T", "#ff9da6"),
+    "checkpoint": ("K", "#9d755d"), "export": ("E", "#b279a2"),
 }  # fmt: skip
 """The letter and the colour of each kind."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from asyncflow.core.plan import CONTROLLER
-from asyncflow.core.trace import DEVICE, TRANSFER, Span, Trace
+from asyncflow.core.trace import DEVICE, SUM, TRANSFER, Span, Trace
 
 _LANES = {DEVICE: 0, TRANSFER: 1}
 
@@ -39,7 +39,7 @@ def events(trace: Trace) -> list[dict[str, Any]]:
         if span.cancelled:
             arguments["cancelled"] = True
         made.append(_event("X", span, span.start, dur=(span.end - span.start) * 1e6, args=arguments))
-        if span.lane == TRANSFER:
+        if span.lane == TRANSFER and span.name != SUM:
             ends.setdefault(span.number, []).append(span)
     maker = {name: span.rank for span in trace.spans if span.lane == DEVICE for name in span.tasks}
     for number, pair in ends.items():

@@ -63,10 +63,11 @@ class Load:
         """With the plan that `search` finds for stagebreaker, which takes seconds; other schedules have theirs."""
         if self.name != "stagebreaker":
             return self
-        return replace(self, plan=search(self.graph, self.plan, self.ranks, self.durations())[0])
+        found = search(self.graph, self.plan, self.ranks, self.durations())
+        return replace(self, graph=found.graph, plan=found.plan)
 
     def bound(self) -> float:
-        """Units below which no plan of this schedule can get."""
+        """Units below which no plan of this graph can get."""
         return best_bound(self.graph, self.ranks, self.durations(), judge_batch=JUDGE_BATCH).seconds
 
     def simulated(self) -> Trace:

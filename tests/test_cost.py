@@ -162,6 +162,35 @@ def test_the_spread_of_what_was_measured():
     assert moves == Spread("rollout.path", "", 1, 0.5, 0.5, 0.5, 1)
 
 
+def test_the_sum_of_a_gang_is_what_it_took_the_rank_that_came_last():
+    """The others waited for that one; nor is it a guess for tensors that never moved."""
+    graph, trace, table = Graph([Task("update/0", Kind.UPDATE)]), Trace(), CostTable()
+    run = Run(1, ("update/0",), (0, 1), sequence=4)
+    for rank, began in ((0, 1.0), (1, 4.5)):
+        trace.ran(run, graph, rank, 0.0, 6.0)
+        trace.summed(run, rank, began, 5.0)
+    table.observe(trace, graph)
+    assert table.spreads()[-1] == Spread("update.sum", "", 1, 0.5, 0.5, 0.5, 1)
+    assert table.estimates().move("rollout/0.path", 0, 1) == 0.0
+
+
+def test_a_rank_that_never_caught_up_takes_what_an_update_takes():
+    """Its own, or that of others if it took part in none; until it has, or until somebody states it."""
+    tasks = [Task("update/0", Kind.UPDATE), Task("catch-up/0/2", Kind.CATCH_UP)]
+    update, catch_up = tasks
+    graph, trace, table = Graph(tasks), Trace(), CostTable()
+    trace.ran(Run(1, ("update/0",), (0, 1)), graph, 0, 0.0, 2.0)
+    trace.ran(Run(1, ("update/0",), (0, 1)), graph, 1, 0.0, 4.0)
+    table.observe(trace, graph)
+    assert [table.estimates().run([catch_up], rank) for rank in (0, 1, 2)] == [2.0, 4.0, 3.0]
+    caught_up = Trace()
+    caught_up.ran(Run(2, ("catch-up/0/2",), (2,)), graph, 2, 0.0, 1.0)
+    table.observe(caught_up, graph)
+    assert [table.estimates().run([task], 3) for task in (catch_up, update)] == [1.0, 3.0]
+    assert StatedCosts({"update": 2.0}).run([catch_up], 2) == 2.0
+    assert StatedCosts({"update": 2.0, "catch-up": 0.5}).run([catch_up], 2) == 0.5
+
+
 def test_what_stopped_early_is_no_cost():
     table = CostTable()
     table.observe(Trace([Span(2, DEVICE, "score", ("score/0",), 0.0, 1.0, 1, cancelled=True)]), GRAPH)

@@ -64,6 +64,15 @@ def test_an_arrow_leads_from_the_sender_to_the_receiver():
     assert (start["id"], start["name"], start["cat"]) == (end["id"], end["name"], end["cat"])
 
 
+def test_a_sum_has_no_arrow():
+    """It stands on the transfer lane of every rank of the gang, and belongs to no pair."""
+    trace = step()
+    trace.summed(Run(4, ("score/0",), (0, 1), sequence=2), 0, 3.0, 3.5)
+    made = events(trace)
+    assert ("sum", 0, 1, 3.0e6, 0.5e6) in {(e["name"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in of("X", made)}
+    assert len(of("s", made)) == len(of("f", made)) == 1
+
+
 def test_a_batch_names_its_tasks_and_the_reasons_of_the_invalid_ones():
     (batch,) = (e for e in of("X", events(step())) if e["name"] == "score")
     assert batch["args"] == {"tasks": ["score/0", "score/1"], "number": 2, "invalid": {"score/1": "no answer"}}

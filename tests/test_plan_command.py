@@ -83,6 +83,13 @@ def test_a_divergence_needs_references(planned: Planned, tmp_path: Path) -> None
     assert re.search(r"stagebreaker: .*, [1-4] of 4 references, and judge ", out)
 
 
+def test_judges_may_catch_up_with_updates(planned: Planned) -> None:
+    """Two actors replay while the judge scores the second batch of two, and the first update waits for the first."""
+    out = planned("--costs", "costs.json", *THREE_RANKS, "--mini-batches", "2", "--judge-batch", "2")
+    assert "fastest: stagebreaker: reward ranks take 0 of 4 decodes, 0 of 4 replays, catch up with updates, and " in out
+    assert rows(out)["stagebreaker"][0] == f"{29 + 12.5 + 2 * (100 + 2 * 9):.2f}"
+
+
 def test_more_ranks_than_this_machine_has(planned: Planned) -> None:
     """Eight candidates on 6 + 2: each judge takes three of the first six videos, and then the one that came later."""
     out = planned("--costs", "costs.json", *THREE_RANKS, "--group-size", "4", "--ranks", "8", "--reward-ranks", "2")

@@ -10,11 +10,12 @@ import pytest
 from algorithms.planning import Planner, _drifted
 from algorithms.step import step_graph
 from algorithms.train import Progress
+from asyncflow.core.catch_up import adapted, variants
 from asyncflow.core.cost import BatchSeconds, CostTable, Estimates, StatedCosts
 from asyncflow.core.graph import Graph, Kind, Task
 from asyncflow.core.plan import Cluster, Plan
 from asyncflow.core.schedules import cluster, schedule
-from asyncflow.core.search import FIRST, Choice, planned, search
+from asyncflow.core.search import FIRST, Choice, _improved, planned, search
 from asyncflow.core.simulate import simulate
 from asyncflow.testing import rl_step
 from engines.rewards.registry import parse_rewards
@@ -40,31 +41,53 @@ def made() -> tuple[Graph, Plan, Cluster]:
     return *schedule("stagebreaker", rl_step(groups=4, batches=2, mini_batches=2), ranks, judge_batch=16), ranks
 
 
+def with_plans(graph: Graph, plan: Plan, ranks: Cluster) -> list[tuple[Graph, Plan]]:
+    """The variants of a graph, each with the plan that the search begins with."""
+    return [(variant, adapted(plan, variant, ranks)) for variant in variants(graph, ranks)]
+
+
 def costs(graph: Graph, plan: Plan, factor: float = 1.0, judging: float = 1.0) -> CostTable:
     table = CostTable(keep=1)
     table.observe(simulate(graph, plan, Slow(factor, judging)), graph)
     return table
 
 
-def test_the_search_is_exhaustive():
-    """No split of decodes and replays, with greedy or with patient judges, is better than the plan it returns."""
+@pytest.mark.parametrize(("judging", "catches_up"), [(1.0, False), (3.0, True)])
+def test_the_search_is_exhaustive(judging: float, catches_up: bool):
+    """No split of decodes and replays, with greedy or with patient judges, is better than the plan it returns, nor is
+    the other variant: updates wait for the judge to free its rank unless that takes long."""
     graph, plan, ranks = made()
-    found, seconds = search(graph, plan, ranks, Slow())
+    durations = Slow(judging=judging)
+    found, best, seconds = search(graph, plan, ranks, durations)
     tried = [
-        simulate(graph, planned(graph, plan, ranks, Choice(16, patient, decodes, *replays)), Slow()).seconds
+        simulate(variant, planned(variant, own, ranks, Choice(16, patient, decodes, *replays)), durations).seconds
+        for variant, own in with_plans(graph, plan, ranks)
         for patient in (False, True)
         for decodes in range(9)
         for replays in [(0, 0), *((batches, each) for batches in (1, 2) for each in range(1, 5))]
+        if replays == (0, 0) or not variant.catches_up
     ]
-    assert seconds == min(tried) == simulate(graph, found, Slow()).seconds
-    assert seconds < simulate(graph, plan, Slow()).seconds
+    assert min(tried) >= seconds == simulate(found, best, durations).seconds
+    assert seconds < simulate(graph, plan, durations).seconds
+    assert found.catches_up == catches_up
+    best.validate(found, ranks)
+
+
+def test_a_judge_that_catches_up_is_given_no_replay():
+    """Though the step would seem to end sooner: what it replayed would be lost."""
+    ranks = cluster("stagebreaker", 2, 1)
+    _, (late, own) = with_plans(*schedule("stagebreaker", rl_step(groups=2, batches=2, mini_batches=2), ranks), ranks)
+    costs = StatedCosts({"rollout": 1.0, "decode": 0.0, "score": 0.0, "replay": 10.0, "update": 0.0})
+    found, seconds = _improved(late, own, ranks, costs)
+    found.validate(late, ranks)
+    assert simulate(late, planned(late, own, ranks, Choice(8, batches=2, replays=1)), costs).seconds < seconds
 
 
 def test_of_equal_plans_the_one_that_moves_least_is_found():
     """The schedule's own, where nothing takes any time."""
     graph, plan, ranks = made()
     nothing = StatedCosts(dict.fromkeys(("rollout", "decode", "score", "replay", "update"), 0.0))
-    assert search(graph, plan, ranks, nothing) == (plan, 0.0)
+    assert search(graph, plan, ranks, nothing) == (graph, plan, 0.0)
 
 
 def test_the_search_finds_the_size_of_the_judges_batches():
@@ -72,7 +95,7 @@ def test_the_search_finds_the_size_of_the_judges_batches():
     graph, plan, ranks = made()
     score = BatchSeconds(6.0, 0.5)
     costs = StatedCosts({"rollout": 3.0, "decode": 1.0, "score": score, "replay": 5.0, "update": 0.0})
-    found, _ = search(graph, plan, ranks, costs)
+    _, found, _ = search(graph, plan, ranks, costs)
     assert (plan.judge_batch, found.judge_batch, found.judge_wait) == (16, 8, 8)
 
 
@@ -121,7 +144,7 @@ def test_the_search_gives_references_to_idle_judges():
     """Judges that have nothing else to do take references, which shortens the step; and old log-probabilities too."""
     graph, plan, ranks = with_references()
     costs = {"rollout": 1.0, "decode": 0.5, "score": 0.1, "reference": 3.0, "old-log-prob": 3.0, "replay": 5.0}
-    found, seconds = search(graph, plan, ranks, StatedCosts({**costs, "update": 0.0}))
+    graph, found, seconds = search(graph, plan, ranks, StatedCosts({**costs, "update": 0.0}))
     assert seconds <= 0.7 * simulate(graph, plan, StatedCosts({**costs, "update": 0.0})).seconds
     away = Counter(task.kind for task in graph if found.ranks[task.id][0] in ranks.judges)
     assert away[Kind.REFERENCE] + away[Kind.OLD_LOG_PROB] > 0
@@ -139,7 +162,7 @@ def test_moved_videos_are_judged_where_they_are_decoded():
 
 def test_a_planner_searches_once_costs_are_known_and_again_when_they_drift():
     graph, plan, ranks = made()
-    best, _ = search(graph, plan, ranks, costs(graph, plan).estimates())
+    _, best, _ = search(graph, plan, ranks, costs(graph, plan).estimates())
 
     async def main() -> None:
         planner = Planner(graph, plan, ranks, searches=True, fixed=False)
@@ -159,7 +182,7 @@ def test_a_planner_searches_once_costs_are_known_and_again_when_they_drift():
 def test_a_search_can_take_back_what_an_earlier_one_moved():
     """It begins with the schedule's own plan: now that judging is no longer slow, fewer tasks move than before."""
     graph, plan, ranks = made()
-    best, _ = search(graph, plan, ranks, costs(graph, plan).estimates())
+    _, best, _ = search(graph, plan, ranks, costs(graph, plan).estimates())
 
     def moved(other: Plan) -> int:
         return sum(other.ranks[task.id] != plan.ranks[task.id] for task in graph)
@@ -191,19 +214,22 @@ def test_a_size_of_batch_that_was_never_seen_is_drift_if_it_takes_what_nobody_th
     assert not _drifted(table(one=1.0, short=0.001), table(one=1.0, short=0.002))
 
 
+@pytest.mark.parametrize("judging", [1.0, 3.0], ids=["taking part", "catching up"])
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_fixed_plan_is_found_once_and_survives_a_checkpoint(resumed: bool):
+def test_a_fixed_plan_is_found_once_and_survives_a_checkpoint(resumed: bool, judging: float):
+    """And with it the variant of the graph that it is of."""
     graph, plan, ranks = made()
-    best, _ = search(graph, plan, ranks, Slow())
+    found, best, _ = search(graph, plan, ranks, Slow(judging=judging))
 
     async def main() -> None:
         saved = msgspec.convert(msgspec.to_builtins(Progress(plan=best)), Progress).plan if resumed else None
         planner = Planner(graph, plan, ranks, searches=True, fixed=True, found=saved)
         if not resumed:
-            await planner.reconsider(costs(graph, plan))
+            await planner.reconsider(costs(graph, plan, judging=judging))
             await planner.close()
         await planner.reconsider(costs(graph, plan, 2.0))
         assert planner.plan == planner.found
+        assert planner.graph.tasks == found.tasks
         assert planner._search is None
         if resumed:
             assert planner.plan == best

@@ -159,7 +159,7 @@ def train(
     graph, plan = schedule(name, dataflow(settings, algorithm, REWARDS), ranks, judge_batch=2)
     if lot is not None:
         random = Random(lot)
-        places = {t.id: (random.choice(able(t, ranks)),) for t in graph if t.kind is not Kind.UPDATE}
+        places = {t.id: (random.choice(able(t, graph, ranks)),) for t in graph if t.kind is not Kind.UPDATE}
         order = tuple(random.sample(plan.order, len(plan.order)))
         plan = msgspec.structs.replace(plan, ranks=plan.ranks | places, order=order)
     samples = [

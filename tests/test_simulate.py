@@ -51,12 +51,9 @@ def test_a_schedule_is_executed_as_it_was_simulated(name: Name, forward_replays:
         ranks = random.randint(1 if name == "colocated" else 2, 4)
         judges = 0 if name == "colocated" else random.randint(1, ranks - 1)
         dataflow = rl_step(groups=random.randint(1, 4), batches=random.randint(1, 2), mini_batches=random.randint(1, 2))
+        roles = cluster(name, ranks, judges)
         graph, plan = schedule(
-            name,
-            dataflow,
-            cluster(name, ranks, judges),
-            forward_replays=forward_replays,
-            judge_batch=random.randint(1, 3),
+            name, dataflow, roles, forward_replays=forward_replays, judge_batch=random.randint(1, 3)
         )
         for choices in (TIES, FLOATS):
             durations = HashedDurations(seed, choices)

@@ -2,7 +2,8 @@
 
 Invariant: a bound is at most what `simulate` says of any plan of the cluster whose judge batches are no larger than
 `judge_batch`, if durations depend on kind, shape, judge, size of a batch and rank alone, as those of a cost table do.
-The training loop logs the best bound beside what it predicts, and `asyncflow plan` prints it.
+The best one holds for every variant of the graph; the training loop logs it beside what it predicts, and `asyncflow
+plan` prints it.
 
 The head of a task is the longest path before it and its tail the longest path after it, in seconds; each task counts
 with the least it takes on any rank that can run it.
@@ -13,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from graphlib import TopologicalSorter
 from typing import NamedTuple
 
+from asyncflow.core.catch_up import variants
 from asyncflow.core.cost import Durations
 from asyncflow.core.graph import JUDGE_KINDS, LOCAL_KINDS, Graph, Kind, Task, producer
 from asyncflow.core.plan import Cluster, able
@@ -39,8 +41,14 @@ def bounds(graph: Graph, cluster: Cluster, durations: Durations, *, judge_batch:
 
 
 def best_bound(graph: Graph, cluster: Cluster, durations: Durations, *, judge_batch: int) -> Bound:
+    """The largest lower bound that holds for every variant of `graph`."""
+    works = (_Work(variant, cluster, durations, judge_batch) for variant in variants(graph, cluster))
+    return min(map(_best, works), key=_seconds)
+
+
+def _best(work: "_Work") -> Bound:
     """The largest lower bound: of the whole graph, or summed over the parts between its barriers and updates."""
-    work = _Work(graph, cluster, durations, judge_batch)
+    graph = work.graph
     best = work.best(graph.tasks)
     cuts = [name for name in work.order if graph[name].kind in CUTS]
     after = {cut: _reach(cut, graph.successors.__getitem__) for cut in cuts}
@@ -81,8 +89,8 @@ class _Work:
 
     def __init__(self, graph: Graph, cluster: Cluster, durations: Durations, judge_batch: int) -> None:
         self.order = list(TopologicalSorter({task.id: task.predecessors for task in graph}).static_order())
-        self._graph = graph
-        self._able = {task.kind: able(task, cluster) for task in graph}
+        self.graph = graph
+        self._able = {task.kind: able(task, graph, cluster) for task in graph}
         roles = {"ranks": cluster.ranks, "policy": cluster.policy, "actors": cluster.actors, "judges": cluster.judges}
         first = {ranks: name for name, ranks in reversed(roles.items())}  # of roles that are the same ranks
         self._roles = {name: ranks for name, ranks in roles.items() if first[ranks] == name}
@@ -94,7 +102,8 @@ class _Work:
             for row, tasks in rows.items()
         }
         self._gang = {
-            name: {rank: durations.run([graph[name]], rank) for rank in cluster.policy} for name in graph.gangs
+            name: {rank: durations.run([graph[name]], rank) for rank in self._able[Kind.UPDATE]}
+            for name in graph.gangs
         }
         self._seconds = {task.id: self._least[_row(task)][1] for task in graph}
         self._seconds |= {name: max(seconds.values()) for name, seconds in self._gang.items()}
@@ -122,7 +131,7 @@ class _Work:
         found = {"path": max((heads[name] + self._seconds[name] + tails[name] for name in part), default=0.0)}
         rows: dict[Row, list[str]] = defaultdict(list)
         for name in part:
-            rows[_row(self._graph[name])].append(name)
+            rows[_row(self.graph[name])].append(name)
         early = {row: min(map(heads.__getitem__, names)) for row, names in rows.items()}
         late = {row: min(map(tails.__getitem__, names)) for row, names in rows.items()}
         gangs = [name for name in part if name in self._gang]
@@ -159,7 +168,7 @@ class _Work:
 
     def _travel(self, tensor: str, reader: Task, durations: Durations) -> float:
         """The seconds of a transfer that no placement can avoid."""
-        sources, targets = self._able[self._graph[producer(tensor)].kind], self._able[reader.kind]
+        sources, targets = self._able[self.graph[producer(tensor)].kind], self._able[reader.kind]
         if set(sources) & set(targets):
             return 0.0
         return min(durations.move(tensor, source, target) for source in sources for target in targets)

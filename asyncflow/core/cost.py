@@ -3,6 +3,7 @@
 The controller feeds a table with every step's trace; the simulator asks it. All times are seconds.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean, linear_regression, median, quantiles
@@ -10,8 +11,8 @@ from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 
-from asyncflow.core.graph import LOCAL_KINDS, Graph, Task
-from asyncflow.core.trace import DEVICE, TRANSFER, Trace
+from asyncflow.core.graph import LOCAL_KINDS, Graph, Kind, Task
+from asyncflow.core.trace import DEVICE, SUM, TRANSFER, Trace
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -56,7 +57,8 @@ class Spread(NamedTuple):
 class CostTable(msgspec.Struct):
     """The last `keep` durations of each (rank, kind, shape, judge, batch) and of each kind of transfer.
 
-    A gang's collective has no row of its own: it is a part of what its update takes.
+    Of a gang's sum that of the rank which came last counts, since the others waited. It is a part of what the update
+    takes, too.
     """
 
     runs: dict[str, list[float]] = {}
@@ -65,16 +67,17 @@ class CostTable(msgspec.Struct):
 
     def observe(self, trace: Trace, graph: Graph) -> None:
         """Add the durations of a measured step, but for what stopped early."""
-        moved = set()
+        moved: dict[tuple[int, str], float] = {}
         for span in trace.spans:
             task = graph[span.tasks[0]]
             if span.lane == DEVICE and not span.cancelled:
                 key = run_key(span.rank, task, len(span.tasks))
                 self.runs[key] = [*self.runs.get(key, []), span.end - span.start][-self.keep :]
-            elif span.lane == TRANSFER and span.number not in moved:  # it stands on both its ends
-                moved.add(span.number)
-                key = f"{task.kind}.{span.name}"
-                self.moves[key] = [*self.moves.get(key, []), span.end - span.start][-self.keep :]
+            elif span.lane == TRANSFER:  # it stands on all its ranks
+                transfer = span.number, f"{task.kind}.{span.name}"
+                moved[transfer] = min(moved.get(transfer, math.inf), span.end - span.start)
+        for (_, key), seconds in moved.items():
+            self.moves[key] = [*self.moves.get(key, []), seconds][-self.keep :]
 
     def estimates(self) -> "Estimates":
         """What the table says now, for a simulation or many."""
@@ -98,13 +101,14 @@ class Estimates:
 
     Costs are kept for each rank, since GPUs may be unequal; a rank that never ran such a task is thought to take what
     the others take. A judge batch of a size that was not seen lies on the line that fits the others. A tensor that
-    never moved is thought to take what the slowest took.
+    never moved is thought to take what the slowest took, and a rank that never caught up what an update takes.
     """
 
     def __init__(self, runs: Mapping[str, Sequence[float]], moves: Mapping[str, Sequence[float]]) -> None:
         self.medians = {key: median(seconds) for key, seconds in (*runs.items(), *moves.items())}
         """Everything that was measured, by the rows of the table."""
-        self._slowest_move = max((self.medians[part] for part in moves), default=0.0)
+        tensors = (part for part in moves if not part.endswith(f".{SUM}"))
+        self._slowest_move = max((self.medians[part] for part in tensors), default=0.0)
         sizes: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for key, seconds in runs.items():
             rank, row, size = _parts(key)
@@ -131,7 +135,9 @@ class Estimates:
         if key in self.medians or "|" not in key:
             return self.medians.get(key)
         rank, row, size = _parts(key)
-        line = self._lines.get((rank, row)) or self._lines.get((ANY, row))
+        rows = (row, row.replace(Kind.CATCH_UP, Kind.UPDATE))
+        lines = (self._lines.get(place) for row in rows for place in ((rank, row), (ANY, row)))
+        line = next(filter(None, lines), None)
         return line.of(size) if line else None
 
     def move(self, tensor: str, source: int, target: int) -> float:
@@ -171,7 +177,7 @@ def _line(sizes: Mapping[int, Sequence[float]]) -> BatchSeconds:
 class StatedCosts:
     """Durations by kind, or by kind/judge, as a person writes them, and of any transfer; alike for all ranks.
 
-    What the controller computes takes no time.
+    What the controller computes takes no time; a catch-up takes what an update does, unless it is stated.
     """
 
     def __init__(self, seconds: Mapping[str, float | BatchSeconds], transfer: float = 0.0) -> None:
@@ -182,7 +188,8 @@ class StatedCosts:
         task = tasks[0]
         if task.kind in LOCAL_KINDS:
             return 0.0
-        stated = self._seconds.get(f"{task.kind}/{task.judge}", self._seconds.get(task.kind))
+        like = (Kind.CATCH_UP, Kind.UPDATE) if task.kind is Kind.CATCH_UP else (f"{task.kind}/{task.judge}", task.kind)
+        stated = next((self._seconds[kind] for kind in like if kind in self._seconds), None)
         if stated is None:
             raise KeyError(f"no cost is stated for {task.kind}")
         if isinstance(stated, BatchSeconds):

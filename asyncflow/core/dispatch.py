@@ -65,7 +65,7 @@ class RankLost(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Run `tasks` (several: one judge batch) on `ranks` (several: a gang) and keep the tensors named in `keep`.
+    """Run `tasks` (several: one judge batch) on `ranks` (several: a gang); the first keeps the tensors named in `keep`.
 
     A gang's collective takes number `sequence`, which is 0 for other tasks.
     """

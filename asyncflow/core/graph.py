@@ -27,6 +27,7 @@ class Kind(StrEnum):
     FORWARD = "forward"
     REPLAY = "replay"
     UPDATE = "update"
+    CATCH_UP = "catch-up"
     CHECKPOINT = "checkpoint"
     BARRIER = "barrier"
 
@@ -41,10 +42,10 @@ JUDGE_KINDS = frozenset({Kind.SCORE, Kind.COMPARE})
 class Task(msgspec.Struct, frozen=True, dict=True):
     """One unit of work.
 
-    An `id` is `<kind>/<position>`. `inputs` name tensors, as `<task id>.<part>`; the rank that made a tensor keeps it,
-    and the dispatcher has it moved where it is read. `values` name tasks whose small results (log-probabilities,
-    scores, advantages) this one needs; they travel with the control messages. `after` only orders. `candidates` are
-    positions in the task's group, and `judge` names the reward.
+    An `id` is `<kind>/<position>`. `inputs` name tensors, as `<task id>.<part>`; the rank that made a tensor, of a gang
+    the first, keeps it, and the dispatcher has it moved where it is read. `values` name tasks whose small results
+    (log-probabilities, scores, advantages) this one needs; they travel with the control messages. `after` only orders.
+    `candidates` are positions in the task's group, and `judge` names the reward.
     """
 
     id: str
@@ -74,6 +75,7 @@ class Graph:
 
     `successors[task]` are the tasks that wait for it, `consumers[tensor]` the tasks that read a tensor,
     `outputs[task]` the tensors of a task that somebody reads, sorted; `gangs` are the tasks that several ranks run.
+    It `catches_up` if some ranks take part in no update but take the same step later.
     """
 
     def __init__(self, tasks: Iterable[Task]) -> None:
@@ -82,6 +84,7 @@ class Graph:
             assert task.id not in self.tasks, f"task {task.id} is declared twice"
             self.tasks[task.id] = task
         self.gangs = frozenset(task.id for task in self.tasks.values() if task.kind is Kind.UPDATE)
+        self.catches_up = any(task.kind is Kind.CATCH_UP for task in self.tasks.values())
         self.successors: dict[str, list[str]] = {name: [] for name in self.tasks}
         self.consumers: dict[str, list[str]] = {}
         for task in self.tasks.values():
@@ -90,7 +93,7 @@ class Graph:
                 self.successors[name].append(task.id)
             for tensor in task.inputs:
                 maker = self.tasks[producer(tensor)].kind
-                assert maker not in LOCAL_KINDS | {Kind.UPDATE}, f"{task.id} reads {tensor}, but no {maker} makes any"
+                assert maker not in LOCAL_KINDS, f"{task.id} reads {tensor}, but no {maker} makes any"
                 self.consumers.setdefault(tensor, []).append(task.id)
         self.outputs: dict[str, tuple[str, ...]] = dict.fromkeys(self.tasks, ())
         for tensor in sorted(self.consumers):

@@ -26,6 +26,11 @@ class Cluster(msgspec.Struct, frozen=True):
         """All ranks, in increasing order."""
         return tuple(sorted({*self.policy, *self.judges}))
 
+    @property
+    def late(self) -> tuple[int, ...]:
+        """The policy ranks that do not act: they may catch up with an update instead of taking part in it."""
+        return tuple(rank for rank in self.policy if rank not in self.actors)
+
 
 class Plan(msgspec.Struct, frozen=True):
     """`ranks[task]` is the one rank that runs it, or all of a gang's; earlier in `order` goes first among ready tasks.
@@ -43,10 +48,8 @@ class Plan(msgspec.Struct, frozen=True):
         """Whether this is a plan of `graph` for `cluster`; one from a checkpoint may be of other ranks or options."""
         if sorted(self.order) != sorted(graph.tasks):
             return False
-        gangs, others = cluster.policy, (task for task in graph if task.id not in graph.gangs)
-        return all(self.ranks[name] == gangs for name in graph.gangs) and all(
-            set(self.ranks[task.id]) <= set(able(task, cluster)) for task in others
-        )
+        places = ((task, self.ranks[task.id], able(task, graph, cluster)) for task in graph)
+        return all(here == there if task.id in graph.gangs else set(here) <= set(there) for task, here, there in places)
 
     def validate(self, graph: Graph, cluster: Cluster) -> None:
         """Check that every task has a place that can run it; a violation is a bug of the schedule."""
@@ -56,17 +59,24 @@ class Plan(msgspec.Struct, frozen=True):
             if task.kind in LOCAL_KINDS:
                 assert ranks == (CONTROLLER,), f"{task.id} runs on the controller, not on {ranks}"
                 assert not task.inputs, f"{task.id} runs on the controller, which holds no tensors"
-            elif task.kind is Kind.UPDATE:
-                assert ranks == cluster.policy, f"{task.id} is a gang task of all policy ranks, not of {ranks}"
+            elif task.id in graph.gangs:
+                gang = able(task, graph, cluster)
+                assert ranks == gang, f"{task.id} is a gang task of the ranks {gang}, not of {ranks}"
             else:
                 (rank,) = ranks
-                assert rank in able(task, cluster), f"{task.id} cannot run on rank {rank}"
+                assert rank in able(task, graph, cluster), f"{task.id} cannot run on rank {rank}"
 
 
-def able(task: Task, cluster: Cluster) -> tuple[int, ...]:
-    """The ranks that can run `task`: for a gang all that do, for others those to choose from."""
+def able(task: Task, graph: Graph, cluster: Cluster) -> tuple[int, ...]:
+    """The ranks that can run `task` of `graph`: for a gang all that do, for others those to choose from.
+
+    Where ranks that do not act catch up with the updates, they are not in the gang, and what they replay would be lost.
+    """
     if task.kind in LOCAL_KINDS:
         return (CONTROLLER,)
     if task.kind in JUDGE_KINDS:
         return cluster.judges
-    return cluster.actors if task.kind is Kind.ROLLOUT else cluster.policy
+    if task.kind is Kind.CATCH_UP:
+        return cluster.late
+    acting = {Kind.ROLLOUT, Kind.FORWARD, Kind.REPLAY, Kind.UPDATE} if graph.catches_up else {Kind.ROLLOUT}
+    return cluster.actors if task.kind in acting else cluster.policy

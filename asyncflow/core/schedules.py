@@ -47,7 +47,8 @@ def schedule(
     From the StageBreaker paper, section 5.5. colocated: barriers between rollout (with decode), scoring and training.
     async-reward: judges on their own ranks take videos as they come; a barrier between scoring and training.
     async-train: without that barrier. merged-replay: without the forward-only replays that async-train always has, and
-    the first two with `forward_replays`. stagebreaker: reward ranks are policy ranks too; `search` finds who does what.
+    the first two with `forward_replays`. stagebreaker: reward ranks are policy ranks too; `search` finds who does what,
+    and whether an update waits for them.
     """
     tasks = list(dataflow)
     if name == "async-train" or (forward_replays and name in ("colocated", "async-reward")):

@@ -1,4 +1,4 @@
-"""Finds the plan of the `stagebreaker` schedule: what moves to the reward ranks, how judges batch, what goes first.
+"""Finds the plan of `stagebreaker`: what moves to the judges, how they batch, what goes first, whether they catch up.
 
 Every plan that is considered is simulated by the dispatcher that would run it, so what is chosen is what happens. Pure;
 the training loop calls it once costs are known.
@@ -6,10 +6,11 @@ the training loop calls it once costs are known.
 
 from collections import ChainMap, defaultdict
 from itertools import cycle, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from asyncflow.core.catch_up import adapted, variants
 from asyncflow.core.cost import Durations
 from asyncflow.core.graph import JUDGE_KINDS, Graph, Kind, Task, producer
 from asyncflow.core.plan import Cluster, Plan
@@ -50,13 +51,29 @@ class Choice(msgspec.Struct, frozen=True):
         return self.decodes + self.batches * self.replays + self.references + self.old_log_probs
 
 
-def search(graph: Graph, plan: Plan, ranks: Cluster, durations: Durations) -> tuple[Plan, float]:
-    """The best plan that was found and its simulated seconds; among equals the one that moves least.
+class Found(NamedTuple):
+    """A variant of the graph, the best plan for it, and the seconds that it is simulated to take."""
 
-    `plan` is the schedule's own. Every split of the decodes is tried with every share of the last mini-batches' replays
-    (StageBreaker paper, section 4.3), then the other decisions, at most three together, and again until nothing gets
-    better.
+    graph: Graph
+    plan: Plan
+    seconds: float
+
+
+def search(graph: Graph, plan: Plan, ranks: Cluster, durations: Durations) -> Found:
+    """The best that was found; among equals the plan that moves least, of the first variant.
+
+    `plan` is the schedule's own. For each variant every split of the decodes is tried with every share of the last
+    mini-batches' replays (StageBreaker paper, section 4.3), then the other decisions, at most three together, and again
+    until nothing gets better.
     """
+    tried = (
+        Found(variant, *_improved(variant, adapted(plan, variant, ranks), ranks, durations))
+        for variant in variants(graph, ranks)
+    )
+    return min(tried, key=lambda found: found.seconds)
+
+
+def _improved(graph: Graph, plan: Plan, ranks: Cluster, durations: Durations) -> tuple[Plan, float]:
     best = Choice(plan.judge_batch)
     found, seconds = plan, simulate(graph, plan, durations).seconds
     tried = {best}
@@ -130,7 +147,10 @@ def _replays(graph: Graph) -> list[list[Task]]:
 
 
 def _shares(graph: Graph) -> list[tuple[int, int]]:
-    """How many of the last mini-batches give replays away, and how many each: none first, then ever more."""
-    sizes = [len(tasks) for tasks in reversed(_replays(graph))]
+    """How many of the last mini-batches give replays away, and how many each: none first, then ever more.
+
+    Only none where judges catch up: then an update would lack what they replayed.
+    """
+    sizes = [] if graph.catches_up else [len(tasks) for tasks in reversed(_replays(graph))]
     shares = [(batches, each) for batches in range(1, len(sizes) + 1) for each in range(1, max(sizes[:batches]) + 1)]
     return [(0, 0), *shares]

@@ -10,14 +10,15 @@ from asyncflow.core.graph import LOCAL_KINDS, Graph
 
 DEVICE = "device"
 TRANSFER = "transfer"
+SUM = "sum"
 
 
 class Span(msgspec.Struct, frozen=True):
     """One command on one lane, from `start` to `end` in seconds since the step began.
 
-    `lane` is "device" or "transfer"; a transfer stands on the lanes of both its ends. `name` is a kind, or the part of
-    a tensor that moves. `tasks` are the tasks that ran, or the one that made the tensor. What was `cancelled` stopped
-    early.
+    `lane` is "device" or "transfer"; a transfer stands on the lanes of both its ends, and a gang's sum, with the wait
+    for the last of its ranks, on those of all. `name` is a kind, the part of a tensor that moves, or "sum". `tasks` are
+    the tasks that ran, or the one that made the tensor. What was `cancelled` stopped early.
     """
 
     rank: int
@@ -52,6 +53,10 @@ class Trace(msgspec.Struct):
         for rank in (move.source, move.target):
             self.spans.append(Span(rank, TRANSFER, part, (owner,), start, end, move.sequence))
         self.seconds = max(self.seconds, end)
+
+    def summed(self, run: Run, rank: int, start: float, end: float) -> None:
+        """Record a gang's sum on one of its ranks."""
+        self.spans.append(Span(rank, TRANSFER, SUM, run.tasks, start, end, run.sequence))
 
     def sort(self) -> None:
         """Put the spans in the order of the commands: device lanes by ticket, then transfers by sequence number."""
