@@ -10,11 +10,13 @@ import torch
 
 from algorithms.program import StepReport
 from asyncflow.controller import StepResult
+from asyncflow.core.catch_up import rank_of
 from asyncflow.core.graph import Graph, Kind
 from asyncflow.core.plan import CONTROLLER
 from asyncflow.core.trace import DEVICE, Trace, busy_share, waited_for
 from asyncflow.engine import Invalid
 from asyncflow.errors import TrainingError
+from engines.rewards.metrics import judge_metrics
 from engines.rewards.registry import WeightedReward
 
 Metrics = dict[str, float | int | str]
@@ -24,9 +26,11 @@ def step_metrics(result: StepResult, graph: Graph, report: StepReport, rewards: 
     """All metrics of an RL step. Raises TrainingError if the ranks' weights differ."""
     return {
         **_reward_metrics(report, rewards),
+        **judge_metrics(result.values, graph, rewards),
         **_actor_metrics(report),
         **_update_metrics(result, graph),
         **timing_metrics(result.trace, graph),
+        **{f"rank/{rank}/lag_s": lag for rank, lag in sorted(result.lags.items())},
     }
 
 
@@ -61,12 +65,19 @@ def _actor_metrics(report: StepReport) -> Metrics:
         for name, value in loss.metrics.items():
             collected[name].append(value)
     means: Metrics = {name: sum(values) / len(values) for name, values in collected.items()}
-    return {**means, "actor/ratio_start_deviation": report.start_deviation}
+    return {
+        **means,
+        "actor/ratio_start_deviation": report.start_deviation,
+        "actor/not_finite": report.not_finite,
+    }
 
 
 def _update_metrics(result: StepResult, graph: Graph) -> Metrics:
+    late = graph.of(Kind.CATCH_UP)
     for task in graph.of(Kind.UPDATE):
-        hashes = {rank: value["sha256"] for rank, value in sorted(result.values[task.id].items())}
+        values = dict(result.values[task.id])
+        values |= {rank_of(other): result.values[other.id] for other in late if other.mini_batch == task.mini_batch}
+        hashes = {rank: value["sha256"] for rank, value in sorted(values.items())}
         if len(set(hashes.values())) > 1:
             raise TrainingError(
                 f"after {task.id} the policy ranks have different weights: "

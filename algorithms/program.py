@@ -16,6 +16,7 @@ from algorithms.algorithm import Algorithm, GroupAdvantages, Loss, coefficients
 from algorithms.prompts import Prompt
 from asyncflow.core.graph import Graph, Kind, Task, producer
 from asyncflow.engine import Invalid
+from asyncflow.errors import TrainingError
 from asyncflow.randomness import derive_seed
 from engines.gradients import solve
 from engines.orders import (
@@ -73,9 +74,7 @@ class SamplingProgram:
                 seeds = tuple((sample.initial_seed, sample.step_seed) for sample in self._batch(task))
                 return RolloutOrder(self._prompts(task), seeds)
             case Kind.SCORE | Kind.COMPARE:
-                return JudgeOrder(
-                    tuple(self._batch(task)[0].prompt for task in tasks), tuple(map(self._places, tasks))
-                )
+                return JudgeOrder(tuple(self._batch(task)[0].prompt for task in tasks), tuple(map(self._places, tasks)))
             case Kind.EXPORT:
                 return ExportOrder(tuple(sample.path for sample in self._batch(task)))
             case _:
@@ -107,6 +106,8 @@ class StepReport:
     invalid: list[str] = field(default_factory=list)
     advantages: dict[int, GroupAdvantages] = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)
+    not_finite: int = 0
+    """How many candidates were left out of an update because a log-probability or their gradient was not finite."""
     start_deviation: float = 0.0
     """The largest |ratio - 1| before the first update, which is 0 if replay reproduces the rollout."""
 
@@ -191,17 +192,25 @@ class StepProgram(SamplingProgram):
     def _coefficients(self, update: Task, values: Mapping[str, Any]) -> dict[str, list[list[float]]]:
         """The coefficients of the sums that each replay of a mini-batch kept; none if nobody was kept."""
         replays = {t: convert(values[t.id], Replayed) for t in self.graph.of(Kind.REPLAY) if t.id in values}
-        units, old, advantages, trained = [], [], [], []
+        units, old, advantages, trained, sound = [], [], [], [], []
         for task, replayed in replays.items():
             candidates, of_group = list(task.candidates), self.report.advantages[task.group]
             now = self._all_steps(task, values.get(f"{Kind.FORWARD}/{_place(task)}", replayed.units))
             before = self._old_units(task, values)
-            units.append(now)
-            old.append(now[:, :, 0] if before is None else before)
+            before = now[:, :, 0] if before is None else before
+            sound.append(self._sound(task, now, before, torch.tensor(replayed.finite)))
+            units.append(now.where(sound[-1][:, None, None], 0.0))
+            old.append(before.where(sound[-1][:, None], 0.0))
             advantages.append(of_group.advantages[candidates])
             trained.append(self._trained[task.group][candidates] & of_group.kept[candidates, None])
         if not any(mask.any() for mask in trained):
             return {}
+        trained = [mask & finite[:, None] for mask, finite in zip(trained, sound, strict=True)]
+        if not any(mask.any() for mask in trained):
+            raise TrainingError(
+                f"{update.id}: no candidate is left whose log-probabilities and gradients are finite; "
+                "go on from the last checkpoint with a lower --lr"
+            )
         mask = torch.cat(trained)
         if update.mini_batch == 0:
             ratio = (torch.cat(units)[:, :, 0] - torch.cat(old))[mask].exp()
@@ -209,10 +218,28 @@ class StepProgram(SamplingProgram):
         made, loss = coefficients(self._algorithm, torch.cat(units), torch.cat(old), torch.cat(advantages), mask)
         self.report.losses.append(loss)
         result = {}
-        for (task, replayed), part in zip(replays.items(), made.split([len(rows) for rows in trained]), strict=True):
+        parts = made.split([len(rows) for rows in trained])
+        for (task, replayed), part, finite in zip(replays.items(), parts, sound, strict=True):
             weights = torch.tensor(replayed.weights, dtype=torch.float64).flatten(2)
-            result[task.id] = solve(weights, part[:, self._replayed_steps(task)].flatten(1)).tolist()
+            solved = solve(weights, part[:, self._replayed_steps(task)].flatten(1))
+            result[task.id] = solved.where(finite[:, None], 0.0).tolist()
         return result
+
+    def _sound(self, task: Task, units: Tensor, old: Tensor, gradients: Tensor) -> Tensor:
+        """Whose units [n, K, M], old ones [n, K] and `gradients` [n] are finite, bool [n]; others are reported."""
+        finite = {
+            "log-probability": units.isfinite().flatten(1).all(dim=1) & old.isfinite().all(dim=1),
+            "gradient": gradients,
+        }
+        for what, of_candidates in finite.items():
+            self.report.invalid += [
+                f"{task.id}: the {what} of candidate {task.candidates[place]} of prompt "
+                f"{self.samples[task.group][task.candidates[place]].prompt!r} is not finite; it is left out"
+                for place in (~of_candidates).nonzero().flatten().tolist()
+            ]
+        sound = torch.stack(list(finite.values())).all(dim=0)
+        self.report.not_finite += int((~sound).sum())
+        return sound
 
     def _all_steps(self, task: Task, units: list[list[list[float]]]) -> Tensor:
         """The units of the steps that were replayed, among all stochastic steps [n, K - 1, M]; 0 for the others."""

@@ -32,7 +32,7 @@ from asyncflow.core.plan import Cluster, Plan
 from asyncflow.core.schedules import schedule
 from asyncflow.core.simulate import simulate
 from asyncflow.engine import Invalid
-from asyncflow.errors import CheckpointError, RewardError, TrainingError
+from asyncflow.errors import CheckpointError, Interrupted, RewardError, TrainingError
 from asyncflow.randomness import derive_seed
 from engines.orders import CheckpointOrder
 from engines.rewards.base import PointwiseReward
@@ -93,9 +93,21 @@ def dataflow(config: RunConfig, algorithm: Algorithm, rewards: Sequence[Weighted
 
 
 async def train(run: Run, controller: Controller) -> None:
-    """Train from `run.progress` to the last step, evaluating, saving and reporting on the way."""
+    """Train from `run.progress` to the last step, evaluating, saving and reporting on the way.
+
+    If it is interrupted it saves the last step that was completed, and raises Interrupted.
+    """
     loop = _Loop(run, controller)
     loop.open()
+    try:
+        await _train(loop)
+    except Interrupted:
+        await loop.leave()
+        raise
+
+
+async def _train(loop: "_Loop") -> None:
+    run = loop.run
     began, first, last = time.monotonic(), run.progress.step, run.config.steps
     if first == 0 and loop.evaluates:
         metrics = {"step": 0, **await loop.evaluate(0)}
@@ -103,9 +115,11 @@ async def train(run: Run, controller: Controller) -> None:
         click.echo(_line(metrics, last, None))
     for step in range(first + 1, last + 1):
         metrics = await loop.step(step)
-        if loop.evaluates and (step % run.config.eval_every == 0 or step == last):
-            metrics |= await loop.evaluate(step)
-        loop.write(metrics)
+        try:
+            if loop.evaluates and (step % run.config.eval_every == 0 or step == last):
+                metrics |= await loop.evaluate(step)
+        finally:
+            loop.write(metrics)
         due = bool(run.config.save_every) and step % run.config.save_every == 0
         if due or step in (last, run.progress.best_step):
             await loop.save(step, final=step == last)
@@ -129,6 +143,7 @@ class _Loop:
         self.pointwise = [reward for reward in run.rewards if isinstance(reward.reward, PointwiseReward)]
         self.evaluates = bool(run.eval_prompts and run.config.eval_every)
         self.failed_saves = 0
+        self.saved = run.progress.step
 
     def open(self) -> None:
         """Make the run directory; where a run is resumed in its own, keep the metrics up to its checkpoint."""
@@ -163,14 +178,15 @@ class _Loop:
             )
             for group in range(config.prompts_per_step)
         ]
-        program = StepProgram(self.graph, samples, run.algorithm, run.rewards, trained)
-        result = await self.controller.run(self.graph, self.planner.plan, program)
+        graph, plan = self.planner.graph, self.planner.plan
+        program = StepProgram(graph, samples, run.algorithm, run.rewards, trained)
+        result = await self.controller.run(graph, plan, program, run.progress.costs.estimates())
         metrics: Metrics = {"step": step, "training/epoch": step * config.prompts_per_step / len(run.prompts)}
-        metrics |= step_metrics(result, self.graph, program.report, run.rewards) | self._predicted()
+        metrics |= step_metrics(result, graph, program.report, run.rewards) | self._predicted()
         metrics["checkpoint/failed"] = self.failed_saves
         with _writing(run.out):
             perfetto.write(result.trace, run.out / "trace" / f"step-{step:06d}.json")
-        run.progress.costs.observe(result.trace, self.graph)
+        run.progress.costs.observe(result.trace, graph)
         await self.planner.reconsider(run.progress.costs)
         run.progress.plan = self.planner.found
         run.progress.step = step
@@ -198,7 +214,8 @@ class _Loop:
         graph, plan = run.scheduled(
             evaluation_graph(len(samples), shown, task_batch=run.config.task_batch, rewards=self.pointwise)
         )
-        result = await self.controller.run(graph, plan, SamplingProgram(graph, [samples]))
+        program = SamplingProgram(graph, [samples])
+        result = await self.controller.run(graph, plan, program, run.progress.costs.estimates())
         run.progress.costs.observe(result.trace, graph)
         metrics = evaluation_metrics(result, self.pointwise)
         reward = metrics.get("val/rewards/mean")
@@ -236,12 +253,20 @@ class _Loop:
             click.echo(f"step {step}: a save failed: {error}", err=True)
         else:
             self.failed_saves = 0
+            self.saved = step
+
+    async def leave(self) -> None:
+        """Save the last completed step, unless it is; where there is none nothing is lost."""
+        step = self.run.progress.step
+        if step > self.saved:
+            await self.save(step, final=True)
+        click.echo(f"interrupted: step {step} is saved; go on with --resume {self.run.out}" if step else "interrupted")
 
     def _predicted(self) -> Metrics:
         """The step's time as simulated, and what no plan could beat, once costs of each of its tasks were seen."""
         costs = self.run.progress.costs.estimates()
         try:
-            simulated = simulate(self.graph, self.planner.plan, costs).seconds
+            simulated = simulate(self.planner.graph, self.planner.plan, costs).seconds
             bound = best_bound(self.graph, self.run.cluster, costs, judge_batch=self.run.config.judge_batch)
         except KeyError:
             return {}

@@ -6,12 +6,14 @@ run; the training loop calls `run` for every step.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
+from asyncflow.core.cost import Durations
 from asyncflow.core.dispatch import (
     Abort,
     Begin,
@@ -32,9 +34,11 @@ from asyncflow.core.graph import Graph, Kind, Task
 from asyncflow.core.plan import CONTROLLER, Plan
 from asyncflow.core.trace import Trace
 from asyncflow.engine import Invalid
-from asyncflow.errors import AsyncflowError, TaskFailed
+from asyncflow.errors import AsyncflowError, Interrupted, TaskFailed
 from asyncflow.errors import RankLost as RankLostError
+from asyncflow.liveness import Limits
 from asyncflow.wire import (
+    Beat,
     CancelTask,
     Forget,
     Header,
@@ -51,6 +55,9 @@ from asyncflow.wire import (
     ToRank,
     WorkerFailed,
 )
+
+_LASTING = {Kind.UPDATE, Kind.CHECKPOINT}
+"""Kinds that change what stays: a step of which one has started is not given up."""
 
 
 class Program(Protocol):
@@ -72,28 +79,50 @@ class LocalDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Gone:
+    """A rank's link is at its end, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Somebody wants the run to end."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step leaves: its trace, and the value of every task; a gang task's is a dict by rank."""
+    """What a step leaves: its trace, the value of every task, and the largest lag of each rank's event loop in seconds.
+
+    A gang task's value is a dict by rank. A lag is known if the rank gave a sign of life during the step.
+    """
 
     trace: Trace
     values: dict[str, Any]
     log: list[tuple[Event, tuple[Command, ...]]]
+    lags: dict[int, float] = field(default_factory=dict)
+
+
+FromRank = Message | Gone
+FromHere = LocalDone | Interrupt
 
 
 class Controller:
-    """One end of a link to every rank."""
+    """One end of a link to every rank. Without `limits` every task may take for ever."""
 
-    def __init__(self, links: Mapping[int, Link], clock: Callable[[], float]) -> None:
+    def __init__(self, links: Mapping[int, Link], clock: Callable[[], float], limits: Limits | None = None) -> None:
         self.clock = clock
-        self.inbox: asyncio.Queue[tuple[int, Message | LocalDone | None]] = asyncio.Queue()
+        self.limits = limits
+        self.inbox: asyncio.Queue[tuple[int, FromRank | FromHere]] = asyncio.Queue()
         self.pids: dict[int, int] = {}
         self.transfers = 0
         """How many numbers of the one sequence earlier steps have used."""
         self._links = links
+        self._interrupted = False
         self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in sorted(links.items())]
 
     async def ready(self) -> None:
-        """Wait until every rank has loaded what it needs. Raises TaskFailed or RankLost if one could not."""
+        """Wait until every rank has loaded what it needs. Raises TaskFailed, RankLost or Interrupted if that fails."""
         waiting = set(self._links)
         while waiting:
             match await self.inbox.get():
@@ -101,26 +130,56 @@ class Controller:
                     self.pids[rank] = pid
                 case rank, Ready():
                     waiting.discard(rank)
+                case _, Beat():
+                    pass
+                case _, Interrupt():
+                    raise Interrupted("the run was interrupted before it began")
                 case rank, WorkerFailed(error=error, details=details):
                     raise _failed(f"rank {rank} could not start: {error}", details)
-                case rank, _:
-                    raise RankLostError(f"rank {rank} (process {self.pids.get(rank, '?')}) ended before it was ready")
+                case rank, Gone(reason):
+                    raise RankLostError(f"{self.name(rank)} was lost before it was ready: {reason}")
+                case rank, message:
+                    raise AssertionError(f"rank {rank} sent {message} before it was ready")
 
-    async def run(self, graph: Graph, plan: Plan, program: Program) -> StepResult:
-        """Execute one step. Raises TaskFailed if a task raised and RankLost if a rank is gone, with one sentence."""
-        step = _Step(self, graph, plan, program)
+    async def run(self, graph: Graph, plan: Plan, program: Program, expected: Durations | None = None) -> StepResult:
+        """Execute one step, whose tasks take, as a rule, what is `expected`.
+
+        Raises TaskFailed if a task raised or hangs, and RankLost if a rank is gone, with one sentence. Raises
+        Interrupted if the step was given up, in order: nothing became of it, and another one may be run.
+        """
+        if self._interrupted:
+            self._interrupted = False
+            raise Interrupted("the run was interrupted between two steps")
+        step = _Step(self, graph, plan, program, expected)
         await step.run()
         self.transfers += step.dispatcher.sequence
-        return StepResult(step.trace, step.values, step.dispatcher.log)
+        if step.given_up:
+            self._interrupted = False
+            raise Interrupted("the run was interrupted in a step")
+        return StepResult(step.trace, step.values, step.dispatcher.log, step.lags)
+
+    def interrupt(self) -> None:
+        """Have `run` raise Interrupted once: soon, or when called next if the step under way cannot be given up."""
+        self._interrupted = True
+        self.inbox.put_nowait((CONTROLLER, Interrupt()))
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether somebody wants the run to end and has not been obeyed yet."""
+        return self._interrupted
+
+    def name(self, rank: int) -> str:
+        """A rank with its process, for an error."""
+        return f"rank {rank} (process {self.pids.get(rank, '?')})"
 
     def send(self, rank: int, message: ToRank) -> None:
         """Queue a message to a rank."""
         self._links[rank].send(message)
 
-    async def close(self, error: str = "") -> None:
-        """Tell every rank to stop, in order or because of `error`, and hang up."""
+    async def close(self, error: str = "", code: int = 1) -> None:
+        """Tell every rank to stop, in order or because of `error` and with an exit code, and hang up."""
         for link in self._links.values():
-            link.send(Stop(error))
+            link.send(Stop(error, code))
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
@@ -131,8 +190,8 @@ class Controller:
         try:
             while True:
                 self.inbox.put_nowait((rank, await link.receive()))
-        except EOFError:
-            self.inbox.put_nowait((rank, None))
+        except EOFError as error:
+            self.inbox.put_nowait((rank, Gone(str(error))))
 
 
 def _failed(sentence: str, details: str) -> TaskFailed:
@@ -145,10 +204,15 @@ def _failed(sentence: str, details: str) -> TaskFailed:
 class _Step:
     """One step under way."""
 
-    def __init__(self, controller: Controller, graph: Graph, plan: Plan, program: Program) -> None:
+    def __init__(
+        self, controller: Controller, graph: Graph, plan: Plan, program: Program, expected: Durations | None
+    ) -> None:
         self.controller = controller
         self.graph = graph
         self.program = program
+        self.expected = expected
+        self.given_up = False
+        self.lags: dict[int, float] = {}
         self.dispatcher = Dispatcher(graph, plan)
         self.trace = Trace()
         self.values: dict[str, Any] = {}
@@ -183,16 +247,18 @@ class _Step:
                 case Abort():
                     pass  # whoever fed the failure raises it, and `close` tells the ranks
 
-    def _events(self, rank: int, message: Message | LocalDone | None) -> Iterator[Event]:
+    def _events(self, rank: int, message: FromRank | FromHere) -> Iterator[Event]:
         """What a message means to the dispatcher; its values, headers and times are noted on the way."""
         match message:
             case LocalDone(ticket, unneeded):
                 if unneeded:  # first, so that none of them starts now that this task has ended
                     yield Unneeded(unneeded)
                 yield Done(ticket, CONTROLLER)
-            case TaskDone(ticket, start, end, values, invalid, headers, cancelled):
+            case TaskDone(ticket, start, end, values, invalid, headers, cancelled, summed):
                 run = self._runs[ticket]
                 self.trace.ran(run, self.graph, rank, start - self.began, end - self.began, cancelled=cancelled)
+                if summed:
+                    self.trace.summed(run, rank, summed[0] - self.began, summed[1] - self.began)
                 self.trace.invalid.update(invalid)
                 for name, value in values.items():
                     if run.sequence:
@@ -211,17 +277,22 @@ class _Step:
                 what = f"{', '.join(self._runs[ticket].tasks)} on rank {rank}" if ticket else f"rank {rank}"
                 self._failure = _failed(f"{what} failed: {error}", details)
                 yield Failed(ticket, rank, error)
-            case None:
+            case Gone(reason):
                 doing = [
                     ", ".join(run.tasks)
                     for ticket, run in self._runs.items()
                     if rank in run.ranks and not self.dispatcher.has_ended(ticket)
                 ]
-                self._failure = RankLostError(
-                    f"rank {rank} (process {self.controller.pids.get(rank, '?')}) was lost"
-                    f"{' in ' + doing[0] if doing else ''}: its process ended or hung up"
-                )
+                where = f" in {doing[0]}" if doing else ""
+                self._failure = RankLostError(f"{self.controller.name(rank)} was lost{where}: {reason}")
                 yield RankLost(rank, str(self._failure))
+            case Beat(lag):
+                self.lags[rank] = max(self.lags.get(rank, 0.0), lag)
+            case Interrupt():
+                started = {self.graph[run.tasks[0]].kind for run in self._runs.values()}
+                if self.controller.interrupted and not started & _LASTING:
+                    self.given_up = True
+                    yield Unneeded(tuple(self.graph.tasks))
             case _:
                 raise AssertionError(f"rank {rank} sent {message} during a step")
 
@@ -246,7 +317,10 @@ class _Step:
         sequence = run.sequence + self.controller.transfers if run.sequence else 0
         for rank in run.ranks:
             here = tuple(self._reading_here(task, rank) for task in tasks) if gang else tasks
-            self.controller.send(rank, RunTask(run.ticket, here, run.keep, payload, gang, sequence))
+            limits = self.controller.limits
+            patience = limits.patience(self.expected, tasks, rank) if limits else math.inf
+            keep = run.keep if rank == run.ranks[0] else ()
+            self.controller.send(rank, RunTask(run.ticket, here, keep, payload, gang, sequence, patience))
 
     def _reading_here(self, task: Task, rank: int) -> Task:
         """A gang's task for one of its ranks, whose share of the inputs is what was made there."""

@@ -26,7 +26,8 @@ class Work:
 
     A gang task gets the inputs that were made on this rank, and `sum_over_ranks`, which blocks until every rank of the
     gang has called it: all of them must call it once, or none. `is_unneeded` says whether nothing will be made of the
-    work's results any more; an engine may ask it, where it can stop, and then raise `Cancelled`.
+    work's results any more; an engine may ask it, where it can stop, and then raise `Cancelled`. To ask is a sign of
+    progress: without any for long, the engine is taken to hang.
     """
 
     tasks: tuple[Task, ...]

@@ -41,5 +41,11 @@ class RankLost(AsyncflowError):
     """A rank's process ended, or its connection did, while the run needed it."""
 
 
+class Interrupted(AsyncflowError):
+    """Somebody wants the run to end: Ctrl-C, or SIGTERM."""
+
+    exit_code = 130
+
+
 class TransferError(AsyncflowError):
     """A transfer did not match what the sequence says is due."""

@@ -24,7 +24,7 @@ from asyncflow.core.cost import Durations
 from asyncflow.core.graph import JUDGE_KINDS, LOCAL_KINDS, Graph, Kind, Task
 from asyncflow.core.plan import CONTROLLER, Plan
 from asyncflow.engine import Cancelled, Engine, Result, Work
-from asyncflow.wire import Hello, Message, Ready, Receive, Send, decode, encode
+from asyncflow.wire import HUNG_UP, Hello, Message, Ready, Receive, Send, decode, encode
 from asyncflow.worker import Worker
 
 T = TypeVar("T")
@@ -95,8 +95,11 @@ async def until(when: float) -> None:
     """Wait for a moment of the loop's clock, which may be now."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
-    loop.call_at(when, future.set_result, None)
-    await future
+    timer = loop.call_at(when, future.set_result, None)
+    try:
+        await future
+    finally:
+        timer.cancel()
 
 
 class MemoryLink:
@@ -124,7 +127,7 @@ class MemoryLink:
         """See `Link`."""
         body = await self._inbox.get()
         if not body:
-            raise EOFError("the other end hung up")
+            raise EOFError(HUNG_UP)
         return decode(body)
 
     async def close(self) -> None:
@@ -142,7 +145,7 @@ class FakeNetwork:
     def __init__(self, durations: Durations) -> None:
         self.durations = durations
         self.free: dict[int, float] = defaultdict(float)
-        self.sent: dict[int, torch.Tensor] = {}
+        self.sent: dict[int, asyncio.Future[torch.Tensor]] = defaultdict(asyncio.Future)
 
 
 class FakeDevice:
@@ -182,7 +185,7 @@ class FakeTransport:
     def send(self, order: Send, tensor: torch.Tensor) -> Awaitable[None]:
         """See `Transport`."""
         self._take(order.sequence)
-        self._network.sent[order.sequence] = tensor
+        self._network.sent[order.sequence].set_result(tensor)
         return asyncio.create_task(asyncio.sleep(0))
 
     def receive(self, order: Receive) -> Awaitable[Arrival]:
@@ -196,7 +199,8 @@ class FakeTransport:
         end = start + self._network.durations.move(order.tensor, order.source, self._rank)
         free[order.source] = free[self._rank] = end
         await until(end)
-        tensor = self._network.sent.pop(order.sequence)
+        tensor = await asyncio.shield(self._network.sent[order.sequence])  # its sender may be told of it later
+        del self._network.sent[order.sequence]
         assert header_of(tensor) == order.header, f"{order} met {header_of(tensor)}"
         return tensor, start, end
 
@@ -335,7 +339,7 @@ def random_step(random: Random, ranks: int, size: int) -> tuple[Graph, Plan]:
         name = f"{kind}/{position}"
         gang = tuple(range(random.randint(1, ranks)))
         here = (CONTROLLER,) if kind in LOCAL_KINDS else gang if kind is Kind.UPDATE else (random.randrange(ranks),)
-        makers = [task.id for task in tasks if task.kind not in LOCAL_KINDS | {Kind.UPDATE}]
+        makers = [task.id for task in tasks if task.kind not in LOCAL_KINDS]
         if kind is Kind.UPDATE:
             makers = [maker for maker in makers if places[maker][0] in gang]
         read = 0 if kind in LOCAL_KINDS else min(len(makers), random.randint(0, 3))

@@ -1,15 +1,24 @@
 """The control messages between the controller and the ranks: small, typed, never a tensor.
 
-A frame on the wire is a length of four bytes, big endian, and a msgpack body. `Link` is one end of a connection.
+A frame on the wire is a length of four bytes, big endian, and a msgpack body. `Link` is one end of a connection;
+whatever comes over it that is no message ends it, as if the other end had hung up.
 """
 
 import asyncio
 import contextlib
+import math
 from typing import Any, Protocol
 
 import msgspec
 
 from asyncflow.core.graph import Task
+from asyncflow.errors import TransferError
+
+LARGEST = 1 << 28
+"""Bytes of a message at most: one that announces more is none."""
+
+HUNG_UP = "its process ended or hung up"
+"""Why a link is at its end, as a rule."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -20,8 +29,21 @@ class Header(msgspec.Struct, frozen=True):
     device: str = "cpu"
 
 
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """The first message on a connection: who connects, and the token that this run's ranks alone know."""
+
+    rank: int
+    token: str
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life, from both ends; `lag` is how many seconds late the sender's event loop came to give it."""
+
+    lag: float
+
+
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a rank: its number and its process."""
+    """What a rank tells the controller first: its number and its process."""
 
     rank: int
     pid: int
@@ -34,7 +56,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 class RunTask(msgspec.Struct, frozen=True, tag=True):
     """Run `tasks` on the device; keep the tensors named in `keep`; `payload` is what the algorithm tells the engine.
 
-    `gang` are the ranks that run it together, with number `sequence` for their collective; empty for other tasks.
+    `gang` are the ranks that run it together, with number `sequence` for their collective; empty for other tasks. The
+    run has failed if the engine gives no sign of progress for `patience` seconds.
     """
 
     ticket: int
@@ -43,6 +66,7 @@ class RunTask(msgspec.Struct, frozen=True, tag=True):
     payload: Any
     gang: tuple[int, ...] = ()
     sequence: int = 0
+    patience: float = math.inf
 
 
 class CancelTask(msgspec.Struct, frozen=True, tag=True):
@@ -75,15 +99,16 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End the worker: in order, or with the reason why the run failed."""
+    """End the worker: in order, or with the reason why the run ended early and the exit code of its processes."""
 
     error: str = ""
+    code: int = 1
 
 
 class TaskDone(msgspec.Struct, frozen=True, tag=True):
     """Tasks ended; `values[task]` is the small result of each, `headers` describe the tensors that were kept.
 
-    Of a task that was `cancelled` there is nothing.
+    Of a task that was `cancelled` there is nothing; of a gang's, `summed` says when its sum over ranks began and ended.
     """
 
     ticket: int
@@ -93,6 +118,7 @@ class TaskDone(msgspec.Struct, frozen=True, tag=True):
     invalid: dict[str, str] = {}
     headers: dict[str, Header] = {}
     cancelled: bool = False
+    summed: tuple[float, float] | None = None
 
 
 class TensorMoved(msgspec.Struct, frozen=True, tag=True):
@@ -113,7 +139,7 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
 
 ToRank = RunTask | CancelTask | Send | Receive | Forget | Stop
 ToController = Hello | Ready | TaskDone | TensorMoved | WorkerFailed
-Message = ToRank | ToController
+Message = ToRank | ToController | Join | Beat
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode
@@ -126,21 +152,27 @@ class Link(Protocol):
         """Queue a message; it never blocks, and is lost if the other end is gone."""
 
     async def receive(self) -> Message:
-        """The next message. Raises EOFError when the other end is gone."""
+        """The next message. Raises EOFError, which says why, when the other end is gone."""
 
     async def close(self) -> None:
         """Deliver what is queued and hang up."""
 
 
 class StreamLink:
-    """A link over an asyncio TCP stream."""
+    """A link over an asyncio TCP stream; a message that announces more than `largest` bytes is not read."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, largest: int = LARGEST) -> None:
         self._reader, self._writer = reader, writer
+        self.largest = largest
 
     def send(self, message: Message) -> None:
-        """See `Link`."""
+        """See `Link`. Raises TransferError if the message is too large."""
         body = encode(message)
+        if len(body) > LARGEST:
+            raise TransferError(
+                f"a {type(message).__name__} message has {len(body)} bytes, and {LARGEST} is the most: "
+                "what an engine gives as value, or is told as payload, must be small"
+            )
         if not self._writer.is_closing():  # uvloop refuses to write then
             self._writer.write(len(body).to_bytes(4, "big") + body)
 
@@ -148,9 +180,13 @@ class StreamLink:
         """See `Link`."""
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "big")
+            if size > self.largest:
+                raise EOFError(f"it announced a message of {size} bytes")
             return decode(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise EOFError("the other end of a control connection is gone") from error
+            raise EOFError(HUNG_UP) from error
+        except msgspec.MsgspecError as error:
+            raise EOFError(f"it sent what is no message ({error})") from error
 
     async def close(self) -> None:
         """See `Link`."""

@@ -32,10 +32,14 @@ class ReplayOrder(msgspec.Struct, frozen=True):
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """The value of a replay: units [B, K, M], and the weights [B, W, K, M] of the sums of gradients that it kept."""
+    """The value of a replay: units [B, K, M], and the weights [B, W, K, M] of the sums of gradients that it kept.
+
+    `finite` [B] says whose sums are.
+    """
 
     units: list[list[list[float]]]
     weights: list[list[list[list[float]]]]
+    finite: list[bool]
 
 
 class JudgeOrder(msgspec.Struct, frozen=True):

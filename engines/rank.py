@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncflow import checkpoint
 from asyncflow.core.graph import Kind, producer
-from asyncflow.engine import Invalid, Result, Work
+from asyncflow.engine import Cancelled, Invalid, Result, Work
 from asyncflow.errors import CheckpointError, ConfigError
 from asyncflow.video import write_mp4
 from engines.adapter import Adapter, AdapterSettings
@@ -33,7 +33,7 @@ from engines.orders import (
     RolloutOrder,
     UpdateOrder,
 )
-from engines.policy import load_policy, load_settings
+from engines.policy import CausalSettings, load_policy, load_settings
 from engines.replay import Order, Replayer
 from engines.rewards.base import Outcome, PairwiseReward, PointwiseReward, Reward, checked
 from engines.rollout import Seeds, Trajectory, rollout
@@ -48,8 +48,9 @@ OPTIMIZER_FILE = "optimizer.pt"
 class PolicyJob:
     """What a policy rank needs.
 
-    `kernel`, `units` and `weights` are the algorithm's. `prompts` are all that the run will ever sample. It starts from
-    the checkpoint's files in `resume`, else from the weights of `init_adapter`, else from a fresh adapter.
+    `model`, `checkpoint`, `base_lora` and `settings` are as for `load_policy`. `kernel`, `units` and `weights` are the
+    algorithm's. `prompts` are all that the run will ever sample. It starts from the checkpoint's files in `resume`,
+    else from the weights of `init_adapter`, else from a fresh adapter.
     """
 
     model: Path
@@ -65,6 +66,10 @@ class PolicyJob:
     exact: bool
     init_adapter: Path | None = None
     resume: Mapping[str, bytes] | None = None
+    checkpoint: Path | None = None
+    base_lora: Path | None = None
+    settings: CausalSettings | None = None
+    gradient_checkpointing: bool = False
 
 
 def pick_device(name: str, rank: int) -> str:
@@ -96,7 +101,16 @@ class PolicyEngine:
         self._job = job
         dtype = compute_dtype(job.device)
         self._texts = encode_prompts(job.model, job.prompts, job.device)
-        self._policy = load_policy(job.model, device=job.device, dtype=dtype)
+        self._policy = load_policy(
+            job.model,
+            checkpoint=job.checkpoint,
+            base_lora=job.base_lora,
+            settings=job.settings,
+            device=job.device,
+            dtype=dtype,
+        )
+        if job.gradient_checkpointing:
+            self._policy.model.enable_gradient_checkpointing()
         self._vae = load_vae(job.model, device=job.device)
         self._adapter = Adapter(self._policy.model, job.adapter, job.seed)
         self._optimizer = Optimizer(self._adapter.vector, job.optimizer)
@@ -112,7 +126,10 @@ class PolicyEngine:
         """Trajectories of a micro-batch: tensors `noisy` and `clean`, and the old units as value."""
         order = convert(work.payload, RolloutOrder)
         seeds = [Seeds(*pair) for pair in order.seeds]
-        made = rollout(self._policy, self._text(order.prompts), seeds, self._size, self._job.kernel, self._job.units)
+        job, text = self._job, self._text(order.prompts)
+        made = rollout(
+            self._policy, text, seeds, self._size, job.kernel, job.units, on_chunk=lambda *_: _stop_if_unneeded(work)
+        )
         (task,) = work.tasks
         return Result({f"{task.id}.noisy": made.noisy, f"{task.id}.clean": made.clean}, {task.id: made.units.tolist()})
 
@@ -121,8 +138,11 @@ class PolicyEngine:
         (task,) = work.tasks
         (clean,) = work.tensors.values()
         decoder = StreamingDecoder(self._vae)
-        chunks = clean.to(self._job.device).split(self._policy.settings.frames_per_chunk, dim=2)
-        return Result({f"{task.id}.frames": torch.cat([decoder.decode(chunk).cpu() for chunk in chunks], dim=1)})
+        frames = []
+        for chunk in clean.to(self._job.device).split(self._policy.settings.frames_per_chunk, dim=2):
+            _stop_if_unneeded(work)
+            frames.append(decoder.decode(chunk).cpu())
+        return Result({f"{task.id}.frames": torch.cat(frames, dim=1)})
 
     def reference(self, work: Work) -> Result:
         """The frozen policy's `velocity` [K, B, C, F, H, W] at each replayed step of a micro-batch."""
@@ -147,30 +167,44 @@ class PolicyEngine:
             return self._job.weights(now, now[:, :, 0] if old is None else old[:, steps], trained[:, steps])
 
         made = self._replayer(work, order).replay(self._adapter, weigh)
-        value = Replayed(made.units.tolist(), made.weights.tolist())
+        finite = made.sums.isfinite().flatten(1).all(dim=1)
+        value = Replayed(made.units.tolist(), made.weights.tolist(), finite.tolist())
         return Result({f"{work.tasks[0].id}.gradients": made.sums}, {work.tasks[0].id: value})
 
     def update(self, work: Work) -> Result:
         """One optimizer step of the gang, from the unit gradients that lie here and those of the other ranks.
 
-        Without coefficients, that is, if no candidate was kept, there is none.
+        The tensor `total` is their sum over the gang, in float32 [P] or with `exact` as int64 fixed point [P + 1].
+        Without coefficients, that is, if no candidate was kept, it is empty, and there is no step.
         """
-        order = convert(work.payload, UpdateOrder)
-        made = self._step(work, order) if order.coefficients else StepMetrics(0.0, self._optimizer.lr, False)
-        value = {**made._asdict(), "skipped": self._optimizer.skipped, "sha256": self._optimizer.weights_sha256()}
-        return Result(values={work.tasks[0].id: value})
+        (task,) = work.tasks
+        total = self._sum(work, convert(work.payload, UpdateOrder))
+        return Result({f"{task.id}.total": total}, {task.id: self._step(total)})
 
-    def _step(self, work: Work, order: UpdateOrder) -> StepMetrics:
+    def catch_up(self, work: Work) -> Result:
+        """The optimizer step of an update that this rank had no part in, from its `total`; the same value."""
+        (task,), (total,) = work.tasks, work.tensors.values()
+        return Result(values={task.id: self._step(total.to(self._job.device))})
+
+    def _step(self, total: Tensor) -> dict[str, Any]:
+        """Descend along the sum of the gradients, unless it is empty; the value of an update."""
+        made = StepMetrics(0.0, self._optimizer.lr, False)
+        if len(total):
+            made = self._optimizer.step(from_fixed(total) if self._job.exact else total)
+        return {**made._asdict(), "skipped": self._optimizer.skipped, "sha256": self._optimizer.weights_sha256()}
+
+    def _sum(self, work: Work, order: UpdateOrder) -> Tensor:
         assert work.sum_over_ranks is not None, "an update is a gang task"
         exact, size = self._job.exact, self._adapter.size
-        terms = sum(len(rows) for rows in order.coefficients.values())
         dtype = torch.int64 if exact else self._adapter.vector.dtype
+        if not order.coefficients:
+            return torch.empty(0, dtype=dtype, device=self._job.device)
+        terms = sum(len(rows) for rows in order.coefficients.values())
         total = torch.zeros(size + exact, dtype=dtype, device=self._job.device)
         for name, gradients in sorted(work.tensors.items()):
             coefficients = torch.tensor(order.coefficients[producer(name)], dtype=torch.float64)
             total += combine_exact(coefficients, gradients, terms) if exact else combine(coefficients, gradients)
-        total = work.sum_over_ranks(total)
-        return self._optimizer.step(from_fixed(total) if exact else total)
+        return work.sum_over_ranks(total)
 
     def export(self, work: Work) -> Result:
         """Write the videos of a micro-batch as mp4 files."""
@@ -222,7 +256,10 @@ class JudgeEngine:
             reward.load(torch.device(device))
 
     def judge(self, work: Work) -> Result:
-        """The outcome of each task of a judge batch, as value or as invalid with its reason."""
+        """The outcome of each task of a judge batch, as value or as invalid with its reason.
+
+        What a judgement took, where the reward says so, is the value `effort/<task id>`.
+        """
         order = convert(work.payload, JudgeOrder)
         reward = self._rewards[work.tasks[0].judge]
         videos: list[list[Tensor]] = []
@@ -230,6 +267,7 @@ class JudgeEngine:
             names = task.inputs if len(task.inputs) == len(places) else task.inputs * len(places)
             videos.append([work.tensors[name][place] for name, place in zip(names, places, strict=True)])
         outcomes: list[Outcome]
+        reward.progress = work.is_unneeded
         if isinstance(reward, PairwiseReward):
             outcomes = reward.compare([(first, second) for first, second in videos], order.prompts)
         else:
@@ -238,14 +276,21 @@ class JudgeEngine:
         outcomes = checked(outcomes, len(videos), reward.name, order.prompts)
         by_task = dict(zip([task.id for task in work.tasks], outcomes, strict=True))
         invalid = {name: outcome.reason for name, outcome in by_task.items() if isinstance(outcome, Invalid)}
-        values = {name: outcome for name, outcome in by_task.items() if not isinstance(outcome, Invalid)}
+        values: dict[str, Any] = {name: made for name, made in by_task.items() if not isinstance(made, Invalid)}
+        values |= {f"effort/{name}": effort for name, effort in zip(by_task, reward.efforts, strict=False)}
         return Result(values=values, invalid=invalid)
+
+    def close(self) -> None:
+        """Close the rewards; called once, after the last judgement."""
+        for reward in self._rewards.values():
+            reward.close()
 
 
 class RankEngine:
     """Routes each kind of task to the engine of its role."""
 
     def __init__(self, policy: PolicyEngine | None, judge: JudgeEngine | None) -> None:
+        self._judge = judge
         self._methods: dict[Kind, Callable[[Work], Result]] = {}
         if policy:
             self._methods |= {
@@ -257,6 +302,7 @@ class RankEngine:
                 Kind.FORWARD: policy.forward,
                 Kind.REPLAY: policy.replay,
                 Kind.UPDATE: policy.update,
+                Kind.CATCH_UP: policy.catch_up,
                 Kind.CHECKPOINT: policy.checkpoint,
             }
         if judge:
@@ -265,6 +311,17 @@ class RankEngine:
     def run(self, work: Work) -> Result:
         """See `Engine`."""
         return self._methods[work.tasks[0].kind](work)
+
+    def close(self) -> None:
+        """Give back what the judges hold; called once, after the last work."""
+        if self._judge:
+            self._judge.close()
+
+
+def _stop_if_unneeded(work: Work) -> None:
+    """Asked between two chunks; the question is also a sign of progress."""
+    if work.is_unneeded():
+        raise Cancelled
 
 
 def _saved(value: object) -> bytes:

@@ -12,7 +12,7 @@ import torch
 from asyncflow.controller import Controller
 from asyncflow.core.graph import Graph, Kind, Task
 from asyncflow.core.plan import CONTROLLER, Plan
-from asyncflow.core.trace import DEVICE, TRANSFER
+from asyncflow.core.trace import DEVICE, SUM, TRANSFER
 from asyncflow.engine import Invalid, Result, Work
 from asyncflow.errors import RankLost, TaskFailed, TrainingError
 from asyncflow.testing import (
@@ -120,6 +120,20 @@ def test_an_engine_is_given_its_tasks_inputs_and_payload_and_a_gang_its_sum():
     assert rollout.sum_over_ranks is None
     assert replay.tensors["rollout/0.path"].tolist() == [1.0, 1.0]
     assert update.sum_over_ranks is not None
+
+
+def test_the_trace_shows_the_sum_of_a_gang_that_sums():
+    """On the transfer lane of each of its ranks, under its number in the sequence."""
+
+    class Summing(Recorder):
+        def run(self, work: Work) -> Result:
+            if work.sum_over_ranks:
+                work.sum_over_ranks(torch.ones(1))
+            return super().run(work)
+
+    result = run_virtually(GRAPH, PLAN, ONE_SECOND, Program(), {rank: Summing(rank) for rank in (0, 1)})
+    sums = [(s.rank, s.lane, s.tasks) for s in result.trace.spans if s.name == SUM]
+    assert sums == [(0, TRANSFER, ("update/0",)), (1, TRANSFER, ("update/0",))]
 
 
 def test_a_gang_reads_on_each_rank_what_was_made_there():
@@ -238,7 +252,7 @@ def test_a_rank_that_hangs_up_is_lost_and_what_it_did_is_named():
     ("last", "error", "sentence"),
     [
         (WorkerFailed(0, "no model", ""), TaskFailed, "rank 1 could not start: no model"),
-        (None, RankLost, r"rank 1 \(process 101\) ended before it was ready"),
+        (None, RankLost, r"rank 1 \(process 101\) was lost before it was ready: its process ended or hung up"),
     ],
 )
 def test_a_rank_that_cannot_start_is_named(last: WorkerFailed | None, error: type[Exception], sentence: str):

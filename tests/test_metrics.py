@@ -10,6 +10,8 @@ from algorithms.metrics import evaluation_metrics, step_metrics, timing_metrics
 from algorithms.program import StepReport
 from algorithms.step import step_graph
 from asyncflow.controller import StepResult
+from asyncflow.core.catch_up import variants
+from asyncflow.core.schedules import cluster
 from asyncflow.core.trace import DEVICE, Span, Trace
 from asyncflow.engine import Invalid
 from asyncflow.errors import TrainingError
@@ -94,6 +96,18 @@ def test_ranks_with_different_weights_end_the_run():
     with pytest.raises(TrainingError, match="after update/0 .* rank 0 aaaaaaaaaaaa, rank 1 bbbbbbbbbbbb$"):
         made(values, mini_batches=2)
     assert made({"update/0": {0: update(), 1: update()}})["weights/sha256"] == "a" * 64
+
+
+def test_a_rank_that_catches_up_to_different_weights_ends_the_run():
+    """Each is compared with the update that it caught up with."""
+    dataflow = step_graph(2, 2, mini_batches=2, task_batch=2, rewards=REWARDS)
+    _, graph = variants(dataflow, cluster("stagebreaker", 2, 1))
+    values = {"update/0": {0: update("a" * 64)}, "update/1": {0: update("b" * 64)}}
+    good = values | {"catch-up/0/1": update("a" * 64), "catch-up/1/1": update("b" * 64)}
+    assert step_metrics(StepResult(Trace(), good, [], {}), graph, report(), REWARDS)["weights/sha256"] == "b" * 64
+    wrong = good | {"catch-up/1/1": update("a" * 64)}
+    with pytest.raises(TrainingError, match="after update/1 .* rank 0 bbbbbbbbbbbb, rank 1 aaaaaaaaaaaa$"):
+        step_metrics(StepResult(Trace(), wrong, [], {}), graph, report(), REWARDS)
 
 
 def test_times_by_kind_and_busy_shares():

@@ -29,8 +29,13 @@ def step(
 ) -> StepProgram:
     """A program of `groups` groups in micro-batches of two."""
     settings = DanceGRPOConfig(
-        model="m", prompts="p.txt", group_size=group_size, prompts_per_step=groups, mini_batches=mini_batches,
-        task_batch=2, **config,
+        model="m",
+        prompts="p.txt",
+        group_size=group_size,
+        prompts_per_step=groups,
+        mini_batches=mini_batches,
+        task_batch=2,
+        **config,
     )
     algorithm = DanceGRPO(settings, tuple(reward.weight for reward in rewards))
     graph = dataflow(settings, algorithm, rewards)
@@ -65,7 +70,7 @@ def replay(program: StepProgram, place: str, rows: list[list[float]]) -> dict[st
     new = torch.tensor(rows, dtype=torch.float64)[:, :, None]
     old = new[:, :, 0] if order.old_units is None else torch.tensor(order.old_units, dtype=torch.float64)
     weights = distinct(program._algorithm.weights(new, old, torch.tensor(order.trained)))
-    return msgspec.to_builtins(Replayed(new.tolist(), weights.tolist()))
+    return msgspec.to_builtins(Replayed(new.tolist(), weights.tolist(), [True] * len(rows)))
 
 
 def order(program: StepProgram, update: str, values: dict[str, object]) -> UpdateOrder:
@@ -205,7 +210,12 @@ def test_replays_that_nobody_needs_are_named():
     program = step(groups=2, group_size=6, best_of_n=2, forward_replays=True)
     scores = [0.0, 0.1, 0.5, 0.5, 0.9, 1.0]
     assert judge(program, {0: scores, 1: [1.0, 0.0, 0.2, 0.3, 0.4, 0.5]}) == [
-        "forward/0/2", "replay/0/2", "forward/1/2", "replay/1/2", "forward/1/4", "replay/1/4",
+        "forward/0/2",
+        "replay/0/2",
+        "forward/1/2",
+        "replay/1/2",
+        "forward/1/4",
+        "replay/1/4",
     ]
 
 
@@ -234,6 +244,47 @@ def test_an_invalid_reward_is_reported_and_masked():
     made = by_unit(program, "update/0", units(program, [0]))
     assert made["replay/0/0"][1] == [0.0] * STEPS
     assert all(math.isfinite(c) for rows in made.values() for row in rows for c in row)
+
+
+def of_candidates(order: UpdateOrder) -> list[float]:
+    """The coefficients of each candidate's sums together, which here all have the same weights."""
+    return [sum(row) for _, rows in sorted(order.coefficients.items()) for row in rows]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["replay", "rollout", "gradient"])
+def test_who_is_not_finite_is_named_and_left_out(where: str, value: float):
+    """As if it were not kept: the others' coefficients are those of a mini-batch without it."""
+    scores = [1.0, 0.5, 0.0, 0.7]
+    program, without = step(groups=1), step(groups=1)
+    for each in (program, without):
+        judge(each, {0: scores})
+    values = units(program, [0])
+    match where:
+        case "replay":
+            values["replay/0/0"] = replay(program, "0/0", [[0.0, 0.0], [0.0, value]])
+        case "rollout":
+            values["rollout/0/0"] = [[0.0, 0.0], [value, 0.0]]
+        case "gradient":
+            values["replay/0/0"]["finite"] = [True, False]
+    without.report.advantages[0].kept[1] = False
+    expected, made = order(without, "update/0", units(without, [0])), order(program, "update/0", values)
+    assert of_candidates(made) == pytest.approx(of_candidates(expected))
+    assert [any(row) for row in made.coefficients["replay/0/0"]] == [True, False]
+    what = "gradient" if where == "gradient" else "log-probability"
+    sentence = f"replay/0/0: the {what} of candidate 1 of prompt 'prompt 0' is not finite; it is left out"
+    assert (program.report.invalid, program.report.not_finite) == ([sentence], 1)
+    assert program.report.start_deviation == 0.0
+
+
+def test_a_mini_batch_of_which_nobody_is_finite_ends_the_run():
+    program = step(groups=1)
+    judge(program, {0: [1.0, 0.5, 0.0, 0.7]})
+    values = units(program, [0])
+    for first in (0, 2):
+        values[f"replay/0/{first}"]["finite"] = [False, False]
+    with pytest.raises(TrainingError, match=r"^update/0: no candidate is left whose log-probabilities and gradients"):
+        order(program, "update/0", values)
 
 
 def test_an_update_with_nobody_kept_has_no_coefficients():

@@ -7,7 +7,7 @@ import torch
 from algorithms.kernels import ConsistencyKernel
 from asyncflow import checkpoint
 from asyncflow.core.graph import Kind, Task
-from asyncflow.engine import Result, Work
+from asyncflow.engine import Cancelled, Result, Work
 from asyncflow.errors import ModelError
 from engines.adapter import Adapter, AdapterSettings
 from engines.gradients import from_fixed
@@ -92,6 +92,47 @@ def test_a_replay_reproduces_the_rollout(job):
     assert second.tensors["replay/0/0.gradients"].shape[:2] == (2, 1)
 
 
+@pytest.mark.parametrize("kind", [Kind.ROLLOUT, Kind.DECODE, Kind.REPLAY])
+def test_what_goes_chunk_by_chunk_stops_between_two_chunks(job, kind: Kind):
+    """It asks before each, which are signs of progress, and what comes after is as if it had never begun."""
+    engine, asked = PolicyEngine(job), []
+    made = sampled(engine)
+    orders = {
+        Kind.ROLLOUT: (RolloutOrder(PROMPTS, SEEDS), {}),
+        Kind.DECODE: (None, {"rollout/0/0.clean": made.tensors["rollout/0/0.clean"]}),
+        Kind.REPLAY: (ReplayOrder(PROMPTS, (0, 1), None, [[True] * 2] * 2), made.tensors),
+    }
+    order, tensors = orders[kind]
+    payload = msgspec.msgpack.decode(msgspec.msgpack.encode(order))
+
+    def is_unneeded() -> bool:
+        asked.append(kind)
+        return len(asked) == 2
+
+    def work(is_unneeded) -> Work:
+        return Work((Task(f"{kind}/0/0", kind),), tensors, payload, is_unneeded=is_unneeded)
+
+    whole = RankEngine(engine, None).run(work(lambda: False))
+    with pytest.raises(Cancelled):
+        RankEngine(engine, None).run(work(is_unneeded))
+    assert len(asked) == 2
+    again = RankEngine(engine, None).run(work(lambda: False))
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in whole.tensors.items())
+
+
+def test_a_replay_says_whose_gradients_are_finite(job):
+    """One candidate's trajectory is broken: the other one's gradient is what it is alone."""
+    engine = PolicyEngine(job)
+    made = sampled(engine)
+    whole = replayed(engine, made)
+    made.tensors["rollout/0/0.noisy"][1, 0] = torch.nan
+    broken = replayed(engine, made)
+    assert whole.values["replay/0/0"].finite == [True, True]
+    assert broken.values["replay/0/0"].finite == [False, True]
+    name = "replay/0/0.gradients"
+    assert torch.equal(broken.tensors[name][1], whole.tensors[name][1])
+
+
 def test_a_rollout_depends_on_prompt_and_seeds_alone(job):
     """Another engine gives the same bits; another seed or prompt gives others."""
     clean = sampled(PolicyEngine(job)).tensors["rollout/0/0.clean"]
@@ -135,6 +176,24 @@ def test_an_update_without_coefficients_takes_no_step(job):
     first = updated(engine, torch.empty(0), [])
     assert (first["grad_norm"], first["skipped"], first["lr"]) == (0.0, 0, 0.05 / 4)
     assert updated(engine, torch.empty(0), []) == first
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_rank_that_catches_up_has_the_bits_of_the_gang(job, exact):
+    """From the total alone, which travels as it is: the same value, also where there is no step to take."""
+    engine, late = changed(job, exact=exact), changed(job, exact=exact)
+    gradients = replayed(engine, sampled(engine)).tensors["replay/0/0.gradients"]
+    hashes = []
+    for rows in ([[-1.0, 0.5], [0.2, 0.1]], [], [[0.3, 0.1], [0.2, -0.4]]):
+        order = UpdateOrder({"replay/0/0": rows} if rows else {})
+        tensors = {"replay/0/0.gradients": gradients} if rows else {}
+        made = run(engine, Kind.UPDATE, order, tensors, gang=lambda tensor: tensor)
+        total = made.tensors["update/0/0.total"]
+        assert (total.dtype, total.numel() > 0) == (torch.int64 if exact else torch.float32, bool(rows))
+        caught_up = run(late, Kind.CATCH_UP, None, made.tensors)
+        assert caught_up.values["catch-up/0/0"] == made.values["update/0/0"]
+        hashes.append(made.values["update/0/0"]["sha256"])
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_exact_sums_do_not_depend_on_the_order(job):
