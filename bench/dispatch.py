@@ -1,4 +1,4 @@
-"""What scheduling costs: milliseconds to simulate a step, and to execute it with the real controller and workers."""
+"""What scheduling costs: milliseconds to simulate a step, to search its plan, and to have tasks run by real ranks."""
 
 import time
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from asyncflow.core.schedules import NAMES, Name, cluster, schedule
 from asyncflow.core.search import search
 from asyncflow.core.simulate import simulate
 from asyncflow.testing import run_virtually
+from bench.control import control_rows
 from bench.paper import Durations
 from bench.table import Row, report, spread
 from engines.rewards.registry import parse_rewards
@@ -25,7 +26,10 @@ LARGE = {"groups": 250, "group_size": 16, "ranks": 1000, "reward_ranks": 300}
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="File to write the table to.")
 @click.option("--repeats", default=30, show_default=True, help="Times each is measured; large ones three times.")
 def dispatch(json_file: Path | None, repeats: int) -> None:
-    """Scheduling: 24 candidates of 2 prompts in 2 mini-batches on 6 ranks, and 4,000 of 250 prompts on 1,000."""
+    """Scheduling: 24 candidates of 2 prompts in 2 mini-batches on 6 ranks, and 4,000 of 250 prompts on 1,000.
+
+    Then what it costs to have a task run, here and on Ray.
+    """
     rows = []
     durations = Durations(transfer=0.1)
     for name in NAMES:
@@ -39,7 +43,8 @@ def dispatch(json_file: Path | None, repeats: int) -> None:
     for name in ("colocated", "stagebreaker"):
         graph, plan = _step(name, **LARGE)
         rows.append(_row(name, "simulate 1,000 ranks", graph, partial(simulate, graph, plan, durations), 3))
-    report("dispatch: milliseconds a step", rows, json_file)
+    rows += control_rows()
+    report("dispatch: milliseconds a step, or a task", rows, json_file)
 
 
 def _step(name: Name, *, groups: int, group_size: int, ranks: int, reward_ranks: int) -> tuple[Graph, Plan]:
