@@ -9,7 +9,7 @@ import click
 from asyncflow import __version__
 from asyncflow.options import run
 
-COMMANDS = ("dancegrpo", "doctor", "generate", "plan")
+COMMANDS = ("convert", "dancegrpo", "doctor", "generate", "plan")
 
 
 class Commands(click.Group):

@@ -22,6 +22,7 @@ from asyncflow import __version__
 from asyncflow.errors import AsyncflowError, ConfigError
 
 PACKAGES = {
+    "accelerate": "",
     "av": "",
     "click": ">=8.2",
     "diffusers": ">=0.42,<0.43",
@@ -39,7 +40,14 @@ PACKAGES = {
 }
 """What setup.cfg requires, and which versions."""
 
-EXTRAS = {"matplotlib": "bench", "vllm": "judges"}
+EXTRAS = {
+    "matplotlib": "bench",
+    "ray": "bench",
+    "vllm": "judges",
+    "onnxruntime": "ocr",
+    "rapidocr": "ocr",
+    "openai": "openai",
+}
 """What setup.cfg offers besides, and in which extra."""
 
 MODULES = {"pillow": "PIL"}

@@ -43,7 +43,7 @@ class Nameless(Brightness):
     ("given", "sentence"),
     [
         (["color"], 'unknown reward "color"; did you mean "colour"?'),
-        (["qqq"], 'unknown reward "qqq"; known are colour, colour-duel, motion; or give module:Class'),
+        (["qqq"], 'unknown reward "qqq"; known are colour, colour-duel, hpsv2@PLACE, motion, ocr, pickscore@PLACE, '),
         (["motion", "motion=2"], "motion is given twice"),
         (["colour=x"], "expected colour=WEIGHT with a number of at least 0, got colour=x"),
         (["colour=-1"], "got colour=-1"),

@@ -1,15 +1,16 @@
 """What a reward is: a judge of one video, or of two, and how its outcomes become one number a candidate.
 
 Invariant: a judge answers with a finite number or with `Invalid` and a reason; a failed judgement is never a silent
-zero. Judging runs on reward ranks (`load`, then `score` or `compare`); `pairs` and `rewards` are pure and run on the
-controller. Advantages belong to the algorithm.
+zero. Judging runs on reward ranks (`load`, then `score` or `compare`, at last `close`); `pairs` and `rewards` are pure
+and run on the controller. Advantages belong to the algorithm.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
-from typing import ClassVar, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,18 +19,50 @@ from asyncflow.engine import Invalid
 from asyncflow.errors import RewardError
 
 Outcome: TypeAlias = float | Invalid
+OnInvalid: TypeAlias = Literal["drop-candidate", "drop-group", "abort"]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a judgement took of a judge that writes: seconds, tokens written, and turns of its conversation."""
+
+    seconds: float
+    tokens: int
+    turns: int
 
 
 class Reward(ABC):
     """A reward; subclass `PointwiseReward` or `PairwiseReward`."""
 
-    name: ClassVar[str]
+    name: str
+    on_invalid: OnInvalid = "drop-candidate"
+    """What one candidate without a reward means: it alone is left out, or its group is, or the run ends."""
+    efforts: Sequence[Effort] = ()
+    """What each judgement of the last batch took, where the reward knows."""
+    progress: Callable[[], object] = staticmethod(lambda: None)
+    """What a reward that judges for long calls meanwhile, now and then, as a sign that it does not hang."""
 
     def load(self, device: torch.device) -> None:  # noqa: B027 - a rule has nothing to load
         """Load what judging needs; called once, on the ranks that judge."""
 
-    @abstractmethod
+    def close(self) -> None:  # noqa: B027 - nor to give back
+        """Give back what was loaded, processes and connections above all; called once, after the last judgement."""
+
     def rewards(self, outcomes: Mapping[tuple[int, ...], Outcome], group_size: int) -> list[Outcome]:
+        """One reward for each candidate of a group, from the outcomes by candidate or by pair, after `on_invalid`.
+
+        Raises RewardError for an invalid one where that ends the run.
+        """
+        rewards = self.combine(outcomes, group_size)
+        failed = [reward.reason for reward in rewards if isinstance(reward, Invalid)]
+        if failed and self.on_invalid == "abort":
+            raise RewardError(f"reward {self.name} could not judge a candidate, which is to end the run: {failed[0]}")
+        if failed and self.on_invalid == "drop-group":
+            return [r if isinstance(r, Invalid) else Invalid(f"dropped with its group: {failed[0]}") for r in rewards]
+        return rewards
+
+    @abstractmethod
+    def combine(self, outcomes: Mapping[tuple[int, ...], Outcome], group_size: int) -> list[Outcome]:
         """One reward for each candidate of a group, from the outcomes by candidate or by pair."""
 
 
@@ -40,7 +73,7 @@ class PointwiseReward(Reward):
     def score(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> list[Outcome]:
         """A score for each video, uint8 [T, H, W, 3], and its prompt."""
 
-    def rewards(self, outcomes: Mapping[tuple[int, ...], Outcome], group_size: int) -> list[Outcome]:
+    def combine(self, outcomes: Mapping[tuple[int, ...], Outcome], group_size: int) -> list[Outcome]:
         """The scores themselves."""
         return [outcomes[candidate,] for candidate in range(group_size)]
 
@@ -60,7 +93,7 @@ class PairwiseReward(Reward):
     def compare(self, videos: Sequence[tuple[Tensor, Tensor]], prompts: Sequence[str]) -> list[Outcome]:
         """For each pair of videos, uint8 [T, H, W, 3], the first one's points: 1 it wins, 0.5 a tie, 0 it loses."""
 
-    def rewards(self, outcomes: Mapping[tuple[int, ...], Outcome], group_size: int) -> list[Outcome]:
+    def combine(self, outcomes: Mapping[tuple[int, ...], Outcome], group_size: int) -> list[Outcome]:
         """Each candidate's points over its valid comparisons; invalid if it has none."""
         points: list[list[float]] = [[] for _ in range(group_size)]
         reasons = [""] * group_size

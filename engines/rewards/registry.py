@@ -1,6 +1,7 @@
-"""From a reward's specification to the reward: `NAME`, or `module:Class` for your own, each with `=WEIGHT` if not 1.
+"""From a reward's specification to the reward, before anything loads, so that a wrong name ends a run at once.
 
-Called by the commands, before anything loads, so that a wrong name ends a run at once.
+It is `NAME` of a built-in one, `NAME@PLACE` or `FILE.toml` of a judge with a model (see `build`), or `module:Class` of
+your own, each with `=WEIGHT` if not 1. Called by the commands.
 """
 
 import importlib
@@ -12,9 +13,11 @@ from dataclasses import dataclass
 from asyncflow.config import suggestion
 from asyncflow.errors import ConfigError
 from engines.rewards.base import PairwiseReward, PointwiseReward, Reward
+from engines.rewards.build import KNOWN, is_judge, make_judge
+from engines.rewards.ocr import Ocr
 from engines.rewards.toy import Colour, ColourDuel, Motion
 
-BUILT_IN: dict[str, type[Reward]] = {reward.name: reward for reward in (Colour, Motion, ColourDuel)}
+BUILT_IN: dict[str, type[Reward]] = {reward.name: reward for reward in (Colour, Motion, ColourDuel, Ocr)}
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,21 @@ def parse_rewards(specifications: Sequence[str]) -> list[WeightedReward]:
 
 
 def _parse(specification: str) -> WeightedReward:
-    name, equals, weight_text = specification.partition("=")
+    name, _, weight_text = specification.rpartition("=") if "=" in specification else (specification, "", "1")
     try:
-        weight = float(weight_text) if equals else 1.0
+        weight = float(weight_text)
     except ValueError:
         weight = math.nan
+    if is_judge(specification) and "?" in specification:
+        make_judge(specification)  # which says what to do instead
     if not math.isfinite(weight) or weight < 0:
         raise ConfigError(f"--reward: expected {name}=WEIGHT with a number of at least 0, got {specification}")
+    if is_judge(name):
+        return WeightedReward(make_judge(name), weight)
     kind = _import(name) if ":" in name else BUILT_IN.get(name)
     if kind is None:
-        raise ConfigError(f'--reward: unknown reward "{name}"{suggestion(name, BUILT_IN)}; or give module:Class')
+        known = [*BUILT_IN, *(f"{judge}@PLACE" for judge in KNOWN if not judge.startswith("custom"))]
+        raise ConfigError(f'--reward: unknown reward "{name}"{suggestion(name, known)}; or give module:Class')
     return WeightedReward(kind(), weight)
 
 

@@ -1,9 +1,14 @@
-"""Judges for tests, given as `engines.rewards.testing:Class`: quick, and wrong on demand."""
+"""Judges for tests, given as `engines.rewards.testing:Class`, quick and wrong on demand, and a tiny one that writes."""
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from asyncflow.engine import Invalid
 from engines.rewards.base import Outcome, PairwiseReward, PointwiseReward
@@ -51,3 +56,57 @@ class Blind(Brightness):
             Invalid("it moves left") if "left" in prompt.split() else score
             for score, prompt in zip(scores, prompts, strict=True)
         ]
+
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+           "<|video_pad|>")  # fmt: skip
+CHAT = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}\
+{{ part.text }}{% endif %}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def save_tiny_judge(folder: Path, seed: int = 0) -> None:
+    """Write a Qwen2.5-VL folder of 2 layers and random weights, whose tokens are ASCII letters; it writes nonsense."""
+    letters = ["Ċ", "Ġ", *map(chr, range(33, 127))]  # as ByteLevel spells newline and space
+    made = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=SPECIAL[0], eos_token=SPECIAL[2], chat_template=CHAT
+    )
+    tokenizer.save_pretrained(folder)
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL}
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192,
+        "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "fullatt_block_indexes": [0], "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+        "out_hidden_size": 32, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 32,
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen2_5_VLForConditionalGeneration(config)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    sizes = {"shortest_edge": 256, "longest_edge": 4096}
+    images = {
+        "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 8, "temporal_patch_size": 2, "merge_size": 2,
+        "size": sizes,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
