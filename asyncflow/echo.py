@@ -12,7 +12,7 @@ import torch
 from asyncflow.controller import Controller
 from asyncflow.core.graph import Graph, Kind, Task
 from asyncflow.core.plan import Plan
-from asyncflow.engine import Result, Work
+from asyncflow.engine import Engine, Result, Work
 from asyncflow.errors import TransferError
 from asyncflow.launch import ChannelName, run_rank, start_ranks, this_rank
 from asyncflow.testing import NoProgram
@@ -29,7 +29,7 @@ GRAPH = Graph(
 PLAN = Plan({"rollout/there": (0,), "decode/back": (1,), "export/compare": (0,)}, tuple(GRAPH.tasks))
 
 
-class EchoEngine:
+class EchoEngine(Engine):
     """Makes the tensor, hands on what it is given, and compares."""
 
     def run(self, work: Work) -> Result:

@@ -56,6 +56,9 @@ class Engine(Protocol):
     def run(self, work: Work) -> Result:
         """Do the work; raise to end the run."""
 
+    def close(self) -> None:
+        """Give back what it holds besides memory; called at the end of a run that did not fail."""
+
 
 class Device(Protocol):
     """Where a worker's tasks run, one at a time."""
@@ -63,5 +66,5 @@ class Device(Protocol):
     async def run(self, work: Work) -> Result:
         """Do the work in its turn."""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Finish and give everything back."""

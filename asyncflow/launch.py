@@ -180,8 +180,10 @@ class EngineDevice:
 
         return await self._lane.submit(run)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """See `Device`."""
+        if self._engine:
+            await self._lane.submit(self._engine.close)
         self._lane.close()
 
 
@@ -316,7 +318,7 @@ async def _serve(
         raise Silenced(str(error)) from error
     if stop.error:
         raise Silenced(stop.error, stop.code)
-    device.close()
+    await device.close()
     transport.close()
     await link.close()
 

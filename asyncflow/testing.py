@@ -171,7 +171,7 @@ class FakeDevice:
         await until(end)
         return self._engine.run(work) if self._engine else Result(tensors=defaultdict(lambda: torch.empty(0)))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """See `Device`."""
 
 

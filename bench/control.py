@@ -25,7 +25,7 @@ from asyncflow.core.graph import LOCAL_KINDS, Graph, Kind, Task
 from asyncflow.core.plan import Plan
 from asyncflow.core.schedules import cluster, schedule
 from asyncflow.core.simulate import simulate
-from asyncflow.engine import Result, Work
+from asyncflow.engine import Engine, Result, Work
 from bench.table import Row, spread
 from engines.rewards.registry import parse_rewards
 
@@ -45,7 +45,7 @@ def graph_and_plan() -> tuple[Graph, Plan]:
     return schedule("merged-replay", dataflow, cluster("merged-replay", RANKS, JUDGES), judge_batch=1)
 
 
-class Spinning:
+class Spinning(Engine):
     """An engine whose tasks compute for the seconds their payload says."""
 
     def __init__(self) -> None:

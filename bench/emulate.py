@@ -27,7 +27,7 @@ from asyncflow.core.plan import Plan
 from asyncflow.core.schedules import NAMES, Name
 from asyncflow.core.simulate import simulate
 from asyncflow.core.trace import Trace, busy_share
-from asyncflow.engine import Result, Work
+from asyncflow.engine import Engine, Result, Work
 from bench.paper import RANKS, Durations, Load, load
 from bench.table import report, spread
 
@@ -48,7 +48,7 @@ class Order(msgspec.Struct, frozen=True):
     frames: tuple[int, ...]
 
 
-class WaitingEngine:
+class WaitingEngine(Engine):
     """Each task waits out the seconds its payload says, without burning a core, and hands on tensors of real size.
 
     Only the frames may be smaller, by what the command was told.

@@ -20,7 +20,7 @@ from asyncflow.controller import Controller
 from asyncflow.core.graph import LOCAL_KINDS, Graph, Kind, Task
 from asyncflow.core.plan import Plan
 from asyncflow.core.schedules import cluster, schedule
-from asyncflow.engine import Cancelled, Result, Work
+from asyncflow.engine import Cancelled, Engine, Result, Work
 from asyncflow.errors import Interrupted, ModelError, TrainingError
 from asyncflow.launch import ChannelName, run_rank, this_rank
 from asyncflow.liveness import STANDARD, Limits
@@ -38,7 +38,7 @@ LIMITS = {
 }
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """Every task makes the tensors that others read, from what it reads; `scenario` says what goes wrong, and where."""
 
     def __init__(self, scenario: str, rank: int) -> None:

@@ -16,7 +16,7 @@ from asyncflow.core.dispatch import Cancel
 from asyncflow.core.graph import Graph, Kind, Task
 from asyncflow.core.plan import CONTROLLER, Plan
 from asyncflow.core.trace import Trace
-from asyncflow.engine import Cancelled, Device, Result, Work
+from asyncflow.engine import Cancelled, Device, Engine, Result, Work
 from asyncflow.errors import TaskFailed
 from asyncflow.gantt import draw
 from asyncflow.launch import EngineDevice
@@ -46,7 +46,7 @@ class Unneeding(NoProgram):
         return None, ("replay/0",)
 
 
-class Summing:
+class Summing(Engine):
     """An engine that adds 1 to what it reads."""
 
     def run(self, work: Work) -> Result:
@@ -138,7 +138,7 @@ def test_a_worker_tells_its_engine_and_then_keeps_and_reports_nothing():
             link.send(CancelTask(1))
             assert await link.receive() == TaskDone(1, 0.0, 0.0, cancelled=True)
             assert len(worker.store) == 1
-        device.close()
+        await device.close()
 
     asyncio.run(main())
 

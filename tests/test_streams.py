@@ -12,7 +12,7 @@ import torch
 
 from asyncflow import streams
 from asyncflow.communicator import GangSum
-from asyncflow.engine import Result, Work
+from asyncflow.engine import Engine, Result, Work
 from asyncflow.launch import EngineDevice
 
 GPU = torch.device("cuda", 1)
@@ -72,7 +72,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     streams._side_stream.cache_clear()
 
 
-class Launching:
+class Launching(Engine):
     """An engine that returns at once, whatever its device still has to do."""
 
     def run(self, work: Work) -> Result:
@@ -90,7 +90,7 @@ def test_a_task_is_done_when_its_event_is(gpu: Gpu):
         gpu.default.is_over.set()
         assert (await running).tensors
         assert gpu.default.recorded == 1
-        device.close()
+        await device.close()
 
     asyncio.run(main())
 
