@@ -117,13 +117,15 @@ class CausalProcessor:
         value = attn.to_v(hidden_states).unflatten(2, heads)
         if context.written is not None:
             context.written.write(self._layer, context.frames, key, value)
-        if context.segments:
+        if not context.segments:
+            attended = self._attend(query, key, value, context.mask)
+        elif len(context.segments) == 1:  # without a split, whose backward would copy
+            attended = self._attend(query, *self._behind(context.segments[0], key, value))
+        else:
             lengths = [segment.tokens for segment in context.segments]
             own = zip(*(states.split(lengths, dim=1) for states in (query, key, value)), strict=True)
             parts = zip(context.segments, own, strict=True)
-            attended = _joined([self._attend(q, *self._behind(segment, k, v)) for segment, (q, k, v) in parts])
-        else:
-            attended = self._attend(query, key, value, context.mask)
+            attended = torch.cat([self._attend(q, *self._behind(segment, k, v)) for segment, (q, k, v) in parts], dim=1)
         projected: Tensor = attn.to_out[0](attended.flatten(2, 3).type_as(query))
         return projected
 

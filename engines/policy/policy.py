@@ -131,7 +131,8 @@ class Policy:
         """Timesteps and text of a batch in which each video stands once for each noise level."""
         levels = [sigma] if isinstance(sigma, float) else sigma
         timesteps = torch.tensor([level * TRAIN_TIMESTEPS for level in levels], device=text.device)
-        return timesteps.repeat(len(text)), text.repeat_interleave(len(levels), dim=0)
+        repeated = text if len(levels) == 1 else text.repeat_interleave(len(levels), dim=0)
+        return timesteps.repeat(len(text)), repeated
 
     def _call(self, x: Tensor, timestep: Tensor, text: Tensor, context: CausalContext) -> Tensor:
         dtype = self.model.dtype
