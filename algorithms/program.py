@@ -4,6 +4,7 @@ Invariant: pure in the configuration, the step and the values it is given; all r
 position of the prompt, candidate). The training loop makes one program for each step or evaluation.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from engines.orders import (
     RolloutOrder,
     UpdateOrder,
 )
+from engines.rewards.base import Outcome
 from engines.rewards.registry import WeightedReward
 
 
@@ -174,7 +176,7 @@ class StepProgram(SamplingProgram):
                 for name, value in values.items()
                 if self.graph[name].judge == weighted.name
             }
-            column = weighted.reward.rewards(outcomes, size)
+            column = self._of_sound_rollouts(weighted.reward.rewards(outcomes, size), values)
             self.report.invalid += [
                 f"{weighted.name} of candidate {candidate} of prompt {self.samples[group][candidate].prompt!r}: "
                 f"{outcome.reason}"
@@ -183,6 +185,15 @@ class StepProgram(SamplingProgram):
             ]
             columns.append([float("nan") if isinstance(outcome, Invalid) else outcome for outcome in column])
         return torch.tensor(columns, dtype=torch.float64).T
+
+    def _of_sound_rollouts(self, column: Sequence[Outcome], values: Mapping[str, Any]) -> list[Outcome]:
+        """The outcomes of a group, invalid where the rollout's log-probabilities are not finite."""
+        sound = list(column)
+        for task in (self.graph[name] for name in values if self.graph[name].kind is Kind.ROLLOUT):
+            for candidate, units in zip(task.candidates, values[task.id], strict=True):
+                if not all(map(math.isfinite, units)):
+                    sound[candidate] = Invalid("the log-probability of its rollout is not finite")
+        return sound
 
     def _replayed_steps(self, task: Task) -> tuple[int, ...]:
         """The denoising steps that some candidate of the micro-batch trains."""

@@ -27,6 +27,7 @@ def step_graph(
 ) -> Graph:
     """One RL step: rollout, decode, judge, reward, advantage; replay and update for each mini-batch of whole groups.
 
+    A reward reads log-probabilities too: no judgement counts of a video whose rollout was not finite.
     With `global_statistics` an advantage waits for the rewards of all groups, with `reference` a replay for the frozen
     policy's predictions. With `recompute_old` no replay needs what the rollout recorded: the first mini-batch's replays
     find their old units themselves, under the rollout's weights; for the others they are computed before any update.
@@ -38,7 +39,8 @@ def step_graph(
     for group in range(groups):
         judged = _judge(group, batches, rewards)
         tasks += judged
-        tasks.append(Task(f"reward/{group}", Kind.REWARD, values=tuple(t.id for t in judged), group=group))
+        values = (*(task.id for task in judged), *(f"{Kind.ROLLOUT}/{_place(group, batch)}" for batch in batches))
+        tasks.append(Task(f"reward/{group}", Kind.REWARD, values=values, group=group))
     for group in range(groups):
         sources = range(groups) if global_statistics else (group,)
         tasks.append(

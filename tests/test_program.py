@@ -287,6 +287,20 @@ def test_a_mini_batch_of_which_nobody_is_finite_ends_the_run():
         order(program, "update/0", values)
 
 
+def test_the_judgement_of_a_rollout_that_is_not_finite_never_counts():
+    """Its score is invalid, whatever the judge made of the frames, and the others' advantages are those without it."""
+    program, without = step(groups=1), step(groups=1)
+    scores = {f"score/brightness/0/{place}": score for place, score in enumerate([1.0, 9.0, 0.0, 0.5])}
+    rollouts = {"rollout/0/0": [[0.0] * STEPS, [0.0, math.nan]], "rollout/0/2": [[0.0] * STEPS] * 2}
+    program.local(program.graph["reward/0"], scores | rollouts)
+    program.local(program.graph["advantage/0"], {})
+    judge(without, {0: [1.0, Invalid("missing"), 0.0, 0.5]})
+    made, expected = (each.report.advantages[0] for each in (program, without))
+    assert torch.equal(made.advantages, expected.advantages)
+    assert made.kept.tolist() == [True, False, True, True]
+    assert "rollout is not finite" in program.report.invalid[0]
+
+
 def test_an_update_with_nobody_kept_has_no_coefficients():
     """Neither if all its replays were skipped nor if some had begun before that was known."""
     program = step(groups=1)
