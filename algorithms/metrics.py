@@ -4,10 +4,12 @@ Called by the training loop, once a step.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from algorithms.algorithm import enough_valid, valid_candidates
 from algorithms.program import StepReport
 from asyncflow.controller import StepResult
 from asyncflow.core.catch_up import rank_of
@@ -16,6 +18,7 @@ from asyncflow.core.plan import CONTROLLER
 from asyncflow.core.trace import DEVICE, Trace, busy_share, waited_for
 from asyncflow.engine import Invalid
 from asyncflow.errors import TrainingError
+from engines.rewards.base import PairwiseReward, PointwiseReward
 from engines.rewards.metrics import judge_metrics
 from engines.rewards.registry import WeightedReward
 
@@ -35,11 +38,16 @@ def step_metrics(result: StepResult, graph: Graph, report: StepReport, rewards: 
 
 
 def _reward_metrics(report: StepReport, rewards: Sequence[WeightedReward]) -> Metrics:
-    """Rewards are weighted sums; candidates with an invalid one are counted and left out."""
-    groups = [values[values.isfinite().all(dim=1)] for _, values in sorted(report.rewards.items())]
+    """Rewards are weighted sums; candidates with an invalid one of those that count are counted and left out."""
     weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
-    totals = [group @ weights for group in groups if len(group)]
-    metrics: Metrics = {"critic/invalid": sum(map(len, report.rewards.values())) - sum(map(len, groups))}
+    every_group = [values for _, values in sorted(report.rewards.items())]
+    valid = [valid_candidates(values[:, weights > 0]) for values in every_group]
+    groups = [values[mask] for values, mask in zip(every_group, valid, strict=True)]
+    totals = [group[:, weights > 0] @ weights[weights > 0] for group in groups if len(group)]
+    metrics: Metrics = {
+        "critic/invalid": sum(int((~mask).sum()) for mask in valid),
+        "critic/dropped_groups": sum(not enough_valid(mask) for mask in valid),
+    }
     if totals:
         every = torch.cat(totals)
         flat = sum(len(total) > 1 and bool(total.max() == total.min()) for total in totals)
@@ -50,7 +58,8 @@ def _reward_metrics(report: StepReport, rewards: Sequence[WeightedReward]) -> Me
             "critic/rewards/zero_std_ratio": flat / len(totals),
         }
         for place, reward in enumerate(rewards):
-            metrics[f"critic/reward/{reward.name}/mean"] = torch.cat(groups)[:, place].mean().item()
+            column = torch.cat(groups)[:, place]
+            metrics[f"critic/reward/{reward.name}/mean"] = column[column.isfinite()].mean().item()
     kept = [group.advantages[group.kept] for group in report.advantages.values()]
     sizes = [advantages.abs().mean().item() for advantages in kept if len(advantages)]
     metrics["critic/advantages/abs_mean"] = sum(sizes) / len(sizes) if sizes else 0.0
@@ -106,14 +115,36 @@ def timing_metrics(trace: Trace, graph: Graph) -> Metrics:
     return metrics
 
 
-def evaluation_metrics(result: StepResult, rewards: Sequence[WeightedReward]) -> Metrics:
-    """Mean and deviation of the weighted reward over the videos that could be judged, and each reward's mean."""
+def evaluation_metrics(result: StepResult, graph: Graph, rewards: Sequence[WeightedReward]) -> Metrics:
+    """How good the videos of an evaluation are, by those rewards that score and by those that compare."""
+    pairwise = [reward for reward in rewards if isinstance(reward.reward, PairwiseReward)]
+    judges = judge_metrics(result.values, graph, rewards)
+    return {
+        **_scores(result.values, graph, [reward for reward in rewards if reward not in pairwise]),
+        **_win_rates(result.values, graph, pairwise),
+        **{f"val/{name}": value for name, value in judges.items()},
+        "timing_s/evaluation": result.trace.seconds,
+    }
+
+
+def quality(rewards: Sequence[WeightedReward]) -> str:
+    """The metric of an evaluation that says which weights are best.
+
+    That is the weighted score and, where no reward that scores has a weight, the weighted win rate.
+    """
+    scored = any(reward.weight for reward in rewards if isinstance(reward.reward, PointwiseReward))
+    return "val/rewards/mean" if scored else "val/win_rates/mean"
+
+
+def _scores(values: Mapping[str, Any], graph: Graph, rewards: Sequence[WeightedReward]) -> Metrics:
+    """Mean and deviation of the weighted reward over the videos that all could judge, and each reward's mean."""
+    if not rewards:
+        return {}
     scores: dict[int, dict[str, float]] = defaultdict(dict)
-    for name, value in result.values.items():
-        kind, _, rest = name.partition("/")
-        if kind == Kind.SCORE and not isinstance(value, Invalid):
-            judge, _, candidate = rest.partition("/0/")
-            scores[int(candidate)][judge] = value
+    for task in graph.of(Kind.SCORE):
+        if task.id in values and not isinstance(values[task.id], Invalid):
+            (candidate,) = task.candidates
+            scores[candidate][task.judge] = values[task.id]
     judged = [videos for videos in scores.values() if len(videos) == len(rewards)]
     if not judged:
         return {"val/judged": 0}
@@ -123,5 +154,27 @@ def evaluation_metrics(result: StepResult, rewards: Sequence[WeightedReward]) ->
         "val/rewards/std": totals.std(unbiased=False).item(),
         **{f"val/reward/{r.name}/mean": sum(v[r.name] for v in judged) / len(judged) for r in rewards},
         "val/judged": len(judged),
-        "timing_s/evaluation": result.trace.seconds,
     }
+
+
+def _win_rates(values: Mapping[str, Any], graph: Graph, rewards: Sequence[WeightedReward]) -> Metrics:
+    """Each reward's points for the trained policy against the base model, over valid comparisons; a weighted mean.
+
+    The mean is there once each reward that has a weight could judge, so that those of two evaluations compare.
+    """
+    rates: dict[str, float] = {}
+    for reward in rewards:
+        tasks = [task for task in graph.of(Kind.COMPARE) if task.judge == reward.name]
+        points = [
+            values[task.id] if task.candidates[0] < task.candidates[1] else 1.0 - values[task.id]
+            for task in tasks
+            if task.id in values and not isinstance(values[task.id], Invalid)
+        ]
+        if points:
+            rates[reward.name] = sum(points) / len(points)
+    metrics: Metrics = {f"val/win_rate/{name}": rate for name, rate in rates.items()}
+    counted = [reward for reward in rewards if reward.weight]
+    if counted and all(reward.name in rates for reward in counted):
+        total = sum(reward.weight for reward in counted)
+        metrics["val/win_rates/mean"] = sum(reward.weight * rates[reward.name] for reward in counted) / total
+    return metrics

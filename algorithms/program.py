@@ -33,29 +33,40 @@ from engines.orders import (
 from engines.rewards.base import Outcome
 from engines.rewards.registry import WeightedReward
 
+BROKEN = "the log-probability of a rollout is not finite"
+"""Why no judgement counts of a video that was sampled so, whatever the judge made of it."""
+
 
 @dataclass(frozen=True)
 class Sample:
-    """What a candidate is sampled from: its prompt, its two noise seeds, and where its video is written, if at all."""
+    """What a candidate is sampled from: its prompt, its two noise seeds, and where its video is written, if at all.
+
+    The `base` model's video is sampled without the adapter, and only to be compared with.
+    """
 
     prompt: str
     initial_seed: int
     step_seed: int
     path: str = ""
+    base: bool = False
 
 
 def samples_of(
     prompts: Sequence[Prompt], *, group_size: int, seed: int, step: int, share_noise: bool
 ) -> list[list[Sample]]:
-    """The candidates of each prompt's group, with seeds keyed by (seed, step, position of the prompt, candidate)."""
+    """The candidates of each prompt's group, with seeds keyed by (seed, step, position of the prompt, candidate).
+
+    Behind them stands the base model's video, as if it were a further candidate, for rewards that compare with it.
+    """
     return [
         [
             Sample(
                 prompt.text,
                 derive_seed(seed, step, "initial", prompt.position, 0 if share_noise else candidate),
                 derive_seed(seed, step, "steps", prompt.position, candidate),
+                base=candidate == group_size,
             )
-            for candidate in range(group_size)
+            for candidate in range(group_size + 1)
         ]
         for prompt in prompts
     ]
@@ -74,7 +85,8 @@ class SamplingProgram:
         match task.kind:
             case Kind.ROLLOUT:
                 seeds = tuple((sample.initial_seed, sample.step_seed) for sample in self._batch(task))
-                return RolloutOrder(self._prompts(task), seeds)
+                (base,) = {sample.base for sample in self._batch(task)}  # a micro-batch is all of one policy
+                return RolloutOrder(self._prompts(task), seeds, base)
             case Kind.SCORE | Kind.COMPARE:
                 return JudgeOrder(tuple(self._batch(task)[0].prompt for task in tasks), tuple(map(self._places, tasks)))
             case Kind.EXPORT:
@@ -168,15 +180,16 @@ class StepProgram(SamplingProgram):
 
     def _reward(self, group: int, values: Mapping[str, Any]) -> Tensor:
         """The rewards [G, R] of a group, NaN where one is invalid."""
-        size = len(self.samples[group])
+        size = sum(not sample.base for sample in self.samples[group])
+        broken = self._broken(values)
         columns = []
         for weighted in self._rewards:
-            outcomes = {
-                self.graph[name].candidates: value
-                for name, value in values.items()
-                if self.graph[name].judge == weighted.name
+            outcomes: dict[tuple[int, ...], Outcome] = {
+                task.candidates: value if broken.isdisjoint(task.candidates) else Invalid(BROKEN)
+                for task, value in ((self.graph[name], value) for name, value in values.items())
+                if task.judge == weighted.name
             }
-            column = self._of_sound_rollouts(weighted.reward.rewards(outcomes, size), values)
+            column = weighted.reward.rewards(outcomes, size)
             self.report.invalid += [
                 f"{weighted.name} of candidate {candidate} of prompt {self.samples[group][candidate].prompt!r}: "
                 f"{outcome.reason}"
@@ -186,14 +199,14 @@ class StepProgram(SamplingProgram):
             columns.append([float("nan") if isinstance(outcome, Invalid) else outcome for outcome in column])
         return torch.tensor(columns, dtype=torch.float64).T
 
-    def _of_sound_rollouts(self, column: Sequence[Outcome], values: Mapping[str, Any]) -> list[Outcome]:
-        """The outcomes of a group, invalid where the rollout's log-probabilities are not finite."""
-        sound = list(column)
-        for task in (self.graph[name] for name in values if self.graph[name].kind is Kind.ROLLOUT):
-            for candidate, units in zip(task.candidates, values[task.id], strict=True):
-                if not all(map(math.isfinite, units)):
-                    sound[candidate] = Invalid("the log-probability of its rollout is not finite")
-        return sound
+    def _broken(self, values: Mapping[str, Any]) -> set[int]:
+        """The candidates of a group, the base model's video among them, whose rollout has units that are not finite."""
+        return {
+            candidate
+            for task in (self.graph[name] for name in values if self.graph[name].kind is Kind.ROLLOUT)
+            for candidate, units in zip(task.candidates, values[task.id], strict=True)
+            if not all(map(math.isfinite, units))
+        }
 
     def _replayed_steps(self, task: Task) -> tuple[int, ...]:
         """The denoising steps that some candidate of the micro-batch trains."""

@@ -6,10 +6,14 @@ import msgspec
 
 
 class RolloutOrder(msgspec.Struct, frozen=True):
-    """Sample a clip for each prompt; `seeds` are each candidate's (initial, steps) pair."""
+    """Sample a clip for each prompt; `seeds` are each candidate's (initial, steps) pair.
+
+    `base`: with the model without its adapter, whatever adapter a run started from.
+    """
 
     prompts: tuple[str, ...]
     seeds: tuple[tuple[int, int], ...]
+    base: bool = False
 
 
 class ForwardOrder(msgspec.Struct, frozen=True):

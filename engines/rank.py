@@ -6,6 +6,7 @@ ranks load DiT, LoRA, optimizer, VAE and the prompts' embeddings; judges load th
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from msgspec import convert
 from torch import Tensor
 
 from asyncflow import checkpoint
-from asyncflow.core.graph import Kind, producer
+from asyncflow.core.graph import JUDGE_KINDS, Kind, producer
 from asyncflow.engine import Cancelled, Invalid, Result, Work
 from asyncflow.errors import CheckpointError, ConfigError
 from asyncflow.video import write_mp4
@@ -127,9 +128,11 @@ class PolicyEngine:
         order = convert(work.payload, RolloutOrder)
         seeds = [Seeds(*pair) for pair in order.seeds]
         job, text = self._job, self._text(order.prompts)
-        made = rollout(
-            self._policy, text, seeds, self._size, job.kernel, job.units, on_chunk=lambda *_: _stop_if_unneeded(work)
-        )
+        with self._adapter.disabled() if order.base else nullcontext():
+            made = rollout(
+                self._policy, text, seeds, self._size, job.kernel, job.units,
+                on_chunk=lambda *_: _stop_if_unneeded(work),
+            )  # fmt: skip
         (task,) = work.tasks
         return Result({f"{task.id}.noisy": made.noisy, f"{task.id}.clean": made.clean}, {task.id: made.units.tolist()})
 
@@ -280,6 +283,11 @@ class JudgeEngine:
         values |= {f"effort/{name}": effort for name, effort in zip(by_task, reward.efforts, strict=False)}
         return Result(values=values, invalid=invalid)
 
+    def rest(self) -> None:
+        """Let the rewards rest until the next judgement."""
+        for reward in self._rewards.values():
+            reward.rest()
+
     def close(self) -> None:
         """Close the rewards; called once, after the last judgement."""
         for reward in self._rewards.values():
@@ -287,10 +295,11 @@ class JudgeEngine:
 
 
 class RankEngine:
-    """Routes each kind of task to the engine of its role."""
+    """Routes each kind of task to the engine of its role; where it goes on to train, the judges rest."""
 
     def __init__(self, policy: PolicyEngine | None, judge: JudgeEngine | None) -> None:
         self._judge = judge
+        self._resting = False
         self._methods: dict[Kind, Callable[[Work], Result]] = {}
         if policy:
             self._methods |= {
@@ -306,11 +315,17 @@ class RankEngine:
                 Kind.CHECKPOINT: policy.checkpoint,
             }
         if judge:
-            self._methods |= {Kind.SCORE: judge.judge, Kind.COMPARE: judge.judge}
+            self._methods |= dict.fromkeys(JUDGE_KINDS, judge.judge)
 
     def run(self, work: Work) -> Result:
         """See `Engine`."""
-        return self._methods[work.tasks[0].kind](work)
+        kind = work.tasks[0].kind
+        if kind in JUDGE_KINDS:
+            self._resting = False
+        elif kind is Kind.REPLAY and self._judge and not self._resting:
+            self._judge.rest()
+            self._resting = True
+        return self._methods[kind](work)
 
     def close(self) -> None:
         """Give back what the judges hold; called once, after the last work."""

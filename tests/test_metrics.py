@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from algorithms.algorithm import GroupAdvantages, Loss
-from algorithms.metrics import evaluation_metrics, step_metrics, timing_metrics
+from algorithms.metrics import evaluation_metrics, quality, step_metrics, timing_metrics
 from algorithms.program import StepReport
-from algorithms.step import step_graph
+from algorithms.step import evaluation_graph, step_graph
 from asyncflow.controller import StepResult
 from asyncflow.core.catch_up import variants
 from asyncflow.core.schedules import cluster
@@ -16,7 +16,8 @@ from asyncflow.core.trace import DEVICE, Span, Trace
 from asyncflow.engine import Invalid
 from asyncflow.errors import TrainingError
 from engines.rewards.registry import WeightedReward
-from engines.rewards.testing import Blind, Brightness
+from engines.rewards.testing import Blind, Brightness, BrightnessDuel
+from engines.rewards.toy import ColourDuel
 
 REWARDS = [WeightedReward(Brightness(), 1.0), WeightedReward(Blind(), 0.5)]
 NAN = math.nan
@@ -133,10 +134,52 @@ def test_an_evaluation_averages_who_was_judged_by_all():
         "score/brightness/0/2": 9.0, "score/blind/0/2": Invalid("it moves left"),
         "rollout/0/0": [[0.0]],
     }  # fmt: skip
-    metrics = evaluation_metrics(StepResult(Trace(), values, []), REWARDS)
+    graph = evaluation_graph(3, 0, task_batch=3, rewards=REWARDS)
+    metrics = evaluation_metrics(StepResult(Trace(), values, []), graph, REWARDS)
     assert metrics["val/judged"] == 2
+    assert metrics["val/judge/blind/invalid/other"] == 1
     assert metrics["val/rewards/mean"] == 3.0
     assert metrics["val/rewards/std"] == 1.0
     assert metrics["val/reward/brightness/mean"] == 2.0
-    nothing = evaluation_metrics(StepResult(Trace(), {"score/blind/0/2": Invalid("dark")}, []), REWARDS)
-    assert nothing == {"val/judged": 0}
+    nothing = evaluation_metrics(StepResult(Trace(), {"score/blind/0/2": Invalid("dark")}, []), graph, REWARDS)
+    assert nothing["val/judged"] == 0
+    assert not {name for name in nothing if name.startswith(("val/reward", "val/win"))}
+
+
+def compared(outcomes: dict[str, dict[str, object]], rewards: list[WeightedReward]) -> dict[str, object]:
+    """The metrics of an evaluation of two samples, from outcomes by reward and pair; the base's are 2 and 3."""
+    values = {f"compare/{judge}/0/{pair}": made for judge, pairs in outcomes.items() for pair, made in pairs.items()}
+    graph = evaluation_graph(2, 0, task_batch=2, rewards=rewards)
+    return evaluation_metrics(StepResult(Trace(), values, []), graph, rewards)
+
+
+def test_win_rates_against_the_base_model():
+    """Points of the trained policy over valid comparisons, whoever is shown first, a tie half a point; weighted."""
+    rewards = [WeightedReward(BrightnessDuel(), 3.0), WeightedReward(ColourDuel(), 1.0)]
+    first = {"0-2": 1.0, "2-0": 0.5, "1-3": Invalid("timeout: late"), "3-1": 0.0}
+    metrics = compared({"brightness-duel": first, "colour-duel": {"0-2": 0.0, "3-1": 1.0}}, rewards)
+    assert metrics["val/win_rate/brightness-duel"] == pytest.approx(2.5 / 3)
+    assert metrics["val/win_rate/colour-duel"] == 0.0
+    assert metrics["val/win_rates/mean"] == pytest.approx(3 / 4 * 2.5 / 3)
+    assert metrics["val/judge/brightness-duel/valid"] == 3
+    assert metrics["val/judge/brightness-duel/invalid/timeout"] == 1
+    assert metrics["val/judge/brightness-duel/tie_rate"] == pytest.approx(1 / 3)
+    assert "val/judged" not in metrics
+    broken = compared({"brightness-duel": first, "colour-duel": {"0-2": Invalid("dark")}}, rewards)
+    assert "val/win_rate/colour-duel" not in broken and "val/win_rates/mean" not in broken
+
+
+def test_a_preference_for_what_is_shown_first_cancels():
+    """Of two equal policies a judge who always takes the first says one half."""
+    first = {pair: 1.0 for pair in ("0-2", "2-0", "1-3", "3-1")}
+    metrics = compared({"brightness-duel": first}, [WeightedReward(BrightnessDuel(), 0.0)])
+    assert metrics["val/win_rate/brightness-duel"] == 0.5
+    assert metrics["val/judge/brightness-duel/first_shown_wins_rate"] == 1.0
+    assert "val/win_rates/mean" not in metrics, "a reward without weight has no part in it"
+
+
+def test_what_says_which_weights_are_best():
+    """The score, unless nothing that scores has a weight; then how often the base model is beaten."""
+    duel = WeightedReward(BrightnessDuel(), 1.0)
+    assert quality([*REWARDS, duel]) == "val/rewards/mean"
+    assert quality([WeightedReward(Brightness(), 0.0), duel]) == quality([duel]) == "val/win_rates/mean"

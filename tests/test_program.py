@@ -12,13 +12,14 @@ from algorithms.program import Sample, SamplingProgram, StepProgram, samples_of
 from algorithms.prompts import Prompt
 from algorithms.step import evaluation_graph
 from algorithms.train import dataflow
+from asyncflow.core.graph import Kind
 from asyncflow.core.schedules import cluster, schedule
 from asyncflow.engine import Invalid
 from asyncflow.errors import TrainingError
 from engines.gradients import distinct
 from engines.orders import ExportOrder, ForwardOrder, JudgeOrder, Replayed, ReplayOrder, RolloutOrder, UpdateOrder
 from engines.rewards.registry import WeightedReward
-from engines.rewards.testing import Brightness, BrightnessDuel
+from engines.rewards.testing import BaseDuel, Brightness, BrightnessDuel
 
 REWARDS = [WeightedReward(Brightness(), 1.0)]
 STEPS = 2
@@ -301,6 +302,36 @@ def test_the_judgement_of_a_rollout_that_is_not_finite_never_counts():
     assert "rollout is not finite" in program.report.invalid[0]
 
 
+def test_no_comparison_counts_with_a_video_that_is_not_finite():
+    """Neither for who was sampled so nor for whom it met; one of the base model leaves nobody a reward."""
+    rewards = [WeightedReward(BrightnessDuel(), 1.0), WeightedReward(BaseDuel(), 1.0)]
+    program = step(groups=1, rewards=rewards)
+    program.samples[0].append(Sample("prompt 0", 0, 4, base=True))
+    values: dict[str, Any] = {task.id: 1.0 for task in program.graph if task.judge}
+    finite = {f"rollout/0/{first}": [[0.0] * STEPS] * 2 for first in (0, 2)}
+    broken = finite | {"rollout/0/2": [[0.0, math.inf], [0.0] * STEPS], "rollout/0/4": [[0.0] * STEPS]}
+    program.local(program.graph["reward/0"], values | broken)
+    duel, base = program.report.rewards[0].T.tolist()
+    assert (duel[:2], duel[3], math.isnan(duel[2])) == ([1.0, 0.5], 0.0, True)
+    assert (base[:2], base[3], math.isnan(base[2])) == ([0.5, 0.5], 0.5, True)
+    program.local(program.graph["reward/0"], values | finite | {"rollout/0/4": [[math.nan, 0.0]]})
+    duel, base = program.report.rewards[0].T.tolist()
+    assert duel == [1.0, 2 / 3, 1 / 3, 0.0] and all(map(math.isnan, base))
+
+
+def test_a_rollout_is_of_one_policy():
+    """Its order says whose; a micro-batch that mixed them would be sampled wrongly."""
+    samples = [Sample("p", 0, c, base=c > 1) for c in range(4)]
+    graph = evaluation_graph(2, 0, task_batch=2, rewards=[WeightedReward(BrightnessDuel(), 1.0)])
+    program = SamplingProgram(graph, [samples])
+    orders = [program.payload((task,), {}) for task in graph.of(Kind.ROLLOUT)]
+    assert orders == [
+        RolloutOrder(("p", "p"), ((0, 0), (0, 1)), base=False), RolloutOrder(("p", "p"), ((0, 2), (0, 3)), base=True)
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="too many values"):
+        SamplingProgram(graph, [samples[1:]]).payload((graph["rollout/0/0"],), {})
+
+
 def test_an_update_with_nobody_kept_has_no_coefficients():
     """Neither if all its replays were skipped nor if some had begun before that was known."""
     program = step(groups=1)
@@ -326,8 +357,8 @@ def test_seeds_are_keyed_by_seed_step_position_and_candidate():
     prompts = [Prompt(0, 5, "a"), Prompt(1, 2, "b")]
     base = samples_of(prompts, group_size=3, seed=0, step=1, share_noise=True)
     again = samples_of([prompts[0], Prompt(1, 9, "other")], group_size=2, seed=0, step=1, share_noise=True)
-    assert [s.step_seed for s in base[1][:2]] == [s.step_seed for s in again[1]]
-    assert [s.initial_seed for s in base[1][:2]] == [s.initial_seed for s in again[1]]
+    assert [s.step_seed for s in base[1][:3]] == [s.step_seed for s in again[1]]
+    assert [s.initial_seed for s in base[1][:3]] == [s.initial_seed for s in again[1]]
     others = [samples_of(prompts, group_size=3, seed=s, step=t, share_noise=True) for s, t in ((1, 1), (0, 2))]
     drawn = [sample.step_seed for made in (base, *others) for group in made for sample in group]
     drawn += [group[0].initial_seed for made in (base, *others) for group in made]
@@ -335,9 +366,11 @@ def test_seeds_are_keyed_by_seed_step_position_and_candidate():
 
 
 def test_a_group_shares_its_initial_noise_if_asked():
+    """As does the base model's video, which stands behind its candidates."""
     prompts = [Prompt(0, 0, "a"), Prompt(1, 1, "a")]
     shared = samples_of(prompts, group_size=3, seed=0, step=1, share_noise=True)
     apart = samples_of(prompts, group_size=3, seed=0, step=1, share_noise=False)
     assert [len({sample.initial_seed for sample in group}) for group in shared] == [1, 1]
     assert shared[0][0].initial_seed != shared[1][0].initial_seed
-    assert len({sample.initial_seed for group in apart for sample in group}) == 6
+    assert len({sample.initial_seed for group in apart for sample in group}) == 8
+    assert [[sample.base for sample in group] for group in shared] == [[False] * 3 + [True]] * 2

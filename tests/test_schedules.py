@@ -6,13 +6,17 @@ from collections import Counter
 import pytest
 
 from algorithms.step import step_graph
+from asyncflow.core.bounds import best_bound
+from asyncflow.core.cost import StatedCosts
 from asyncflow.core.graph import JUDGE_KINDS, LOCAL_KINDS, Graph, Kind, Task
 from asyncflow.core.plan import Cluster, Plan
 from asyncflow.core.schedules import NAMES, Name, cluster, schedule
+from asyncflow.core.search import search
 from asyncflow.core.simulate import simulate
 from asyncflow.core.trace import DEVICE, Span
 from asyncflow.testing import HashedDurations, rl_step
-from engines.rewards.registry import parse_rewards
+from engines.rewards.registry import WeightedReward, parse_rewards
+from engines.rewards.testing import BaseDuel
 
 BARRIERED: tuple[Name, ...] = ("colocated", "async-reward")
 UNBARRIERED: tuple[Name, ...] = ("async-train", "merged-replay", "stagebreaker")
@@ -159,6 +163,21 @@ def test_async_reward_gives_its_judges_equally_many_videos():
     judged = {task.inputs[0]: plan.ranks[task.id] for task in graph.of(*JUDGE_KINDS)}
     assert all(judged[task.inputs[0]] == plan.ranks[task.id] for task in graph.of(*JUDGE_KINDS)), "frames move once"
     assert Counter(rank for (rank,) in judged.values()) == dict.fromkeys(ranks.judges, 4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rollouts_that_nobody_replays(name: Name):
+    """With the base model's videos replays are spread as evenly as without, and every step ends, as searched, too."""
+    ranks, rewards = cluster(name, 4, 0 if name == "colocated" else 2), [WeightedReward(BaseDuel(), 1.0)]
+    dataflow = step_graph(2, 5, mini_batches=2, task_batch=1, rewards=rewards)
+    graph, plan = schedule(name, dataflow, ranks)
+    plan.validate(graph, ranks)
+    replays = Counter(plan.ranks[task.id][0] for task in graph.of(Kind.REPLAY))
+    assert sorted(replays) == list(ranks.actors) and max(replays.values()) - min(replays.values()) <= 1
+    costs = StatedCosts(dict.fromkeys(("rollout", "decode", "compare", "forward", "replay", "update"), 1.0))
+    seconds = simulate(graph, plan, costs).seconds
+    assert search(graph, plan, ranks, costs).seconds <= seconds
+    assert best_bound(graph, ranks, costs, judge_batch=plan.judge_batch).seconds <= seconds
 
 
 def test_an_update_is_a_gang_of_all_policy_ranks_and_a_checkpoint_belongs_to_the_first():

@@ -7,10 +7,11 @@ import pytest
 from algorithms.step import evaluation_graph, micro_batches, step_graph
 from asyncflow.core.graph import JUDGE_KINDS, Graph, Kind
 from engines.rewards.registry import WeightedReward
-from engines.rewards.testing import Brightness, BrightnessDuel
+from engines.rewards.testing import BaseDuel, Brightness, BrightnessDuel
 
 POINTWISE = [WeightedReward(Brightness(), 1.0)]
 PAIRWISE = [WeightedReward(BrightnessDuel(), 1.0)]
+BASE = [WeightedReward(BaseDuel(), 1.0)]
 
 
 def graph(
@@ -128,6 +129,26 @@ def test_a_pairwise_reward_compares_every_pair_with_both_videos():
     assert len([name for name in made["reward/0"].values if name.startswith("compare")]) == 6
 
 
+def test_the_base_models_video_is_compared_with_and_never_trained():
+    """One for each group, in a micro-batch of its own, before all candidates; the other tasks are those without it."""
+    with_it, without = (
+        graph(mini_batches=2, reference=True, recompute_old=True, rewards=rewards)
+        for rewards in ([*POINTWISE, *BASE], POINTWISE)
+    )
+    bases = [task for task in with_it if task.candidates == (4,)]
+    assert bases == [with_it[f"{kind}/{group}/4"] for group in range(4) for kind in ("rollout", "decode")]
+    assert bases == list(with_it)[:8]
+    for rollout, decode in zip(bases[::2], bases[1::2], strict=True):
+        assert (rollout.shape, decode.shape) == ("b1-base", "b1")
+        assert with_it.outputs[rollout.id] == (f"{rollout.id}.clean",)
+        compared = [task for task in with_it.of(Kind.COMPARE) if task.group == rollout.group]
+        assert with_it.consumers[f"{decode.id}.frames"] == [task.id for task in compared]
+        assert {task.candidates for task in compared} == {*((c, 4) for c in range(4)), *((4, c) for c in range(4))}
+        assert rollout.id in with_it[f"reward/{rollout.group}"].values
+    others = [task for task in with_it if task not in bases and task.kind not in (Kind.COMPARE, Kind.REWARD)]
+    assert others == [task for task in without if task.kind is not Kind.REWARD]
+
+
 def test_micro_batches_cover_a_group_once():
     """In order, in runs of the task batch; only the last may be shorter, and a shape says how many it holds."""
     assert micro_batches(7, 3) == [(0, 1, 2), (3, 4, 5), (6,)]
@@ -145,3 +166,16 @@ def test_an_evaluation_samples_scores_and_shows():
     assert {task.kind for task in made} == {Kind.ROLLOUT, Kind.DECODE, Kind.SCORE, Kind.EXPORT}
     assert [task.candidates for task in made.of(Kind.EXPORT)] == [(0, 1), (2, 3)]
     assert len(made.of(Kind.SCORE)) == 6
+
+
+def test_an_evaluation_compares_with_the_base_models_videos():
+    """Each sample with the video at its place behind all samples, in both orders; only samples are scored and shown."""
+    made = evaluation_graph(3, 1, task_batch=2, rewards=[*POINTWISE, *PAIRWISE])
+    assert [(task.candidates, task.shape) for task in made.of(Kind.ROLLOUT)] == [
+        ((0, 1), "b2"), ((3, 4), "b2-base"), ((2,), "b1"), ((5,), "b1-base"),
+    ]  # fmt: skip
+    compared = [task.candidates for task in made.of(Kind.COMPARE)]
+    assert compared == [(0, 3), (3, 0), (1, 4), (4, 1), (2, 5), (5, 2)]
+    assert made["compare/brightness-duel/0/4-1"].inputs == ("decode/0/3.frames", "decode/0/0.frames")
+    assert [task.candidates for task in made.of(Kind.SCORE)] == [(0,), (1,), (2,)]
+    assert [task.candidates for task in made.of(Kind.EXPORT)] == [(0, 1)]

@@ -8,7 +8,7 @@ and run on the controller. Advantages belong to the algorithm.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal, TypeAlias
 
@@ -31,19 +31,41 @@ class Effort:
     turns: int
 
 
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a reward will take on its device: `held` by what for, and for its KV cache at least and at most."""
+
+    held: Mapping[str, int] = field(default_factory=dict)
+    least_cache: int = 0
+    most_cache: int = 0
+
+
 class Reward(ABC):
     """A reward; subclass `PointwiseReward` or `PairwiseReward`."""
 
     name: str
     on_invalid: OnInvalid = "drop-candidate"
     """What one candidate without a reward means: it alone is left out, or its group is, or the run ends."""
+    max_invalid: float = 1.0
+    """The share of its judgements over some steps that may be invalid; more ends the run."""
     efforts: Sequence[Effort] = ()
     """What each judgement of the last batch took, where the reward knows."""
     progress: Callable[[], object] = staticmethod(lambda: None)
     """What a reward that judges for long calls meanwhile, now and then, as a sign that it does not hang."""
+    cache_bytes: int = 0
+    """What it may take for its KV cache, between the bounds that it `needs`; set before it is loaded."""
+    fps: float = 16.0
+    """Frames a second of the videos that it judges; set before it is loaded."""
+
+    def needs(self, height: int, width: int, device: torch.device) -> Needs:
+        """What it will take there to judge videos of that many pixels; asked before anything is loaded."""
+        return Needs()
 
     def load(self, device: torch.device) -> None:  # noqa: B027 - a rule has nothing to load
         """Load what judging needs; called once, on the ranks that judge."""
+
+    def rest(self) -> None:  # noqa: B027
+        """Give back what memory it can until the next judgement; called where its rank goes on to train."""
 
     def close(self) -> None:  # noqa: B027 - nor to give back
         """Give back what was loaded, processes and connections above all; called once, after the last judgement."""
@@ -79,14 +101,19 @@ class PointwiseReward(Reward):
 
 
 class PairwiseReward(Reward):
-    """A reward that compares two candidates of a group; a candidate's reward is its win rate.
+    """A reward that compares two videos of one prompt; a candidate's reward is its win rate.
 
-    The win rate is that of Pref-GRPO (CodeGoat24/Pref-GRPO): points over comparisons, a tie half a point. Since the
-    rates of a group always average one half, such a reward says nothing about a group as a whole.
+    The win rate is that of Pref-GRPO (CodeGoat24/Pref-GRPO): points over comparisons, a tie half a point. Where
+    candidates meet each other, the rates of a group average one half, which says nothing about the group as a whole.
+    That of videos against the base model's does; an evaluation always compares with it.
     """
 
     def pairs(self, group_size: int) -> list[tuple[int, int]]:
-        """Who meets whom: by default everyone, the lower position shown first."""
+        """Who meets whom, the first of a pair shown first: by default all candidates, the lower position first.
+
+        Position `group_size` is a video of the base model: the same prompt, noise as a further candidate would have,
+        and no adapter, not even one that the run started from. It is sampled if a pair names it.
+        """
         return list(combinations(range(group_size), 2))
 
     @abstractmethod
@@ -94,9 +121,9 @@ class PairwiseReward(Reward):
         """For each pair of videos, uint8 [T, H, W, 3], the first one's points: 1 it wins, 0.5 a tie, 0 it loses."""
 
     def combine(self, outcomes: Mapping[tuple[int, ...], Outcome], group_size: int) -> list[Outcome]:
-        """Each candidate's points over its valid comparisons; invalid if it has none."""
-        points: list[list[float]] = [[] for _ in range(group_size)]
-        reasons = [""] * group_size
+        """Each candidate's points over its valid comparisons; invalid if it has none. The base model has no reward."""
+        points: list[list[float]] = [[] for _ in range(group_size + 1)]
+        reasons = [""] * (group_size + 1)
         for (first, second), outcome in outcomes.items():
             if isinstance(outcome, Invalid):
                 reasons[first] = reasons[second] = outcome.reason
@@ -105,7 +132,7 @@ class PairwiseReward(Reward):
                 points[second].append(1.0 - outcome)
         return [
             sum(won) / len(won) if won else Invalid(f"no comparison is valid, the last because {reason}")
-            for won, reason in zip(points, reasons, strict=True)
+            for won, reason in zip(points[:-1], reasons[:-1], strict=True)
         ]
 
 

@@ -1,6 +1,7 @@
 """How a step's judges did: what failed and why, ties, whether the first one shown wins, and what judging took.
 
-Pure; the algorithms' metrics call it with the values of a step. Means and rates are over what could be judged.
+Pure; the algorithms' metrics call it with the values of a step or of an evaluation. Means and rates are over what
+could be judged.
 """
 
 import statistics
@@ -24,12 +25,21 @@ def judge_metrics(values: Mapping[str, Any], graph: Graph, rewards: Sequence[Wei
     """Metrics `judge/<reward>/...` from the outcomes of a graph's judge tasks, and their `effort/<task>` if given."""
     metrics: dict[str, float] = {}
     for weighted in rewards:
-        tasks = [task.id for task in graph.of(*JUDGE_KINDS) if task.judge == weighted.name]
-        outcomes = [values[task] for task in tasks if task in values]
+        tasks = _tasks(graph, weighted.name)
+        outcomes = outcomes_of(values, graph, weighted.name)
         efforts = [convert(values[f"effort/{task}"], Effort) for task in tasks if f"effort/{task}" in values]
         made = _of_outcomes(outcomes, paired=isinstance(weighted.reward, PairwiseReward)) | _of_efforts(efforts)
         metrics |= {f"judge/{weighted.name}/{name}": value for name, value in made.items()}
     return metrics
+
+
+def outcomes_of(values: Mapping[str, Any], graph: Graph, reward: str) -> list[Any]:
+    """What became of a reward's judgements, those that were not needed aside: numbers, and Invalid with a reason."""
+    return [values[task] for task in _tasks(graph, reward) if task in values]
+
+
+def _tasks(graph: Graph, reward: str) -> list[str]:
+    return [task.id for task in graph.of(*JUDGE_KINDS) if task.judge == reward]
 
 
 def reason_class(reason: str) -> str:
@@ -39,7 +49,10 @@ def reason_class(reason: str) -> str:
 
 
 def _of_outcomes(outcomes: Sequence[Any], *, paired: bool) -> dict[str, float]:
-    """For pairs also how many were ties, and how many of the others the first one shown won: a fair judge's half."""
+    """For pairs also how many were ties, and how many of the others the first one shown won.
+
+    That is half of them for a fair judge who sees everyone first as often as second.
+    """
     points = [outcome for outcome in outcomes if not isinstance(outcome, Invalid)]
     failed = Counter(reason_class(outcome.reason) for outcome in outcomes if isinstance(outcome, Invalid))
     made: dict[str, float] = {"valid": len(points), **{f"invalid/{name}": n for name, n in sorted(failed.items())}}

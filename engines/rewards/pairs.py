@@ -6,20 +6,38 @@ as nearly as the numbers allow. Pairs with the same first video stand together, 
 """
 
 from asyncflow.errors import ConfigError
+from engines.rewards.base import PairwiseReward
 
-ALL, ANCHOR = "all", "anchor"
+ALL, ANCHOR, REFERENCE = "all", "anchor", "reference"
 
 
 def scheme(name: str | int, group_size: int, *, both_orders: bool) -> list[tuple[int, int]]:
-    """The pairs of a group: everyone with everyone, with candidate 0, or each with so many others.
+    """The pairs of a group: everyone with everyone, with candidate 0, with the base model's video, or so many others.
 
-    With `both_orders` each pair meets again the other way round. Raises ConfigError if there are not so many others.
+    That video, at `group_size`, is shown second to all: a schedule places a comparison by its first video, and so
+    spreads these as it does the candidates. With `both_orders` each pair meets again the other way round. Raises
+    ConfigError if there are not so many others.
     """
     if name == ANCHOR:
         pairs = [(0, other) for other in range(1, group_size)]
+    elif name == REFERENCE:
+        pairs = [(candidate, group_size) for candidate in range(group_size)]
     else:
         pairs = _round_robin(group_size - 1 if name == ALL else int(name), group_size)
     return sorted({*pairs, *((second, first) for first, second in pairs)}) if both_orders else pairs
+
+
+def pairs_of(reward: PairwiseReward, group_size: int) -> list[tuple[int, int]]:
+    """Whom `reward` compares in a group. Raises ConfigError if that cannot be, or leaves a candidate out."""
+    pairs = [(first, second) for first, second in reward.pairs(group_size)]  # which may be anybody's code
+    candidates, met = set(range(group_size)), {position for pair in pairs for position in pair}
+    alone = any(first == second for first, second in pairs)
+    if alone or len(set(pairs)) < len(pairs) or not candidates <= met <= {*candidates, group_size}:
+        raise ConfigError(
+            f"--reward: pairs({group_size}) of {reward.name} must have each candidate from 0 to {group_size - 1} meet "
+            f"another, or {group_size}, the base model's video, and none the same twice in one order"
+        )
+    return pairs
 
 
 def _round_robin(opponents: int, size: int) -> list[tuple[int, int]]:
