@@ -13,13 +13,13 @@ from transformers.utils import logging as transformers_logging
 
 from algorithms.algorithm import Algorithm
 from algorithms.config import RunConfig
-from algorithms.memory import policy_rank_memory
 from algorithms.prepare import Prepared, prepare
 from algorithms.train import train
 from asyncflow import launch
 from asyncflow.config import dump
 from asyncflow.errors import ConfigError
 from asyncflow.options import options
+from engines.deterministic import use_deterministic_kernels
 from engines.rank import JudgeEngine, PolicyEngine, RankEngine, pick_device
 
 DEFAULT_RANKS = 2
@@ -70,17 +70,21 @@ def be_rank(prepared: Prepared, place: launch.Rank) -> None:
     """Be this rank of the run until it is over."""
     transformers_logging.disable_progress_bar()
     run = prepared.run
+    if run.config.deterministic_kernels:
+        use_deterministic_kernels()
     if not place.number:
         for note in prepared.notes:
             click.echo(note, err=True)
-        click.echo(_memory(prepared))
+        click.echo(prepared.memory)
+    rewards = {reward.name: reward.reward for reward in run.rewards}
 
     def build_engine() -> RankEngine:
-        policy = PolicyEngine(prepared.policy_job(place.number)) if place.number in run.cluster.policy else None
-        judge = None
+        judge = None  # first: a vLLM that starts wants the GPU to itself, and measures what is free
         if place.number in run.cluster.judges:
-            device = pick_device(run.config.device, place.number)
-            judge = JudgeEngine([reward.reward for reward in run.rewards], device)
+            for name, size in prepared.memory.grants(place.number).items():
+                rewards[name].cache_bytes = size
+            judge = JudgeEngine(list(rewards.values()), pick_device(run.config.device, place.number))
+        policy = PolicyEngine(prepared.policy_job(place.number)) if place.number in run.cluster.policy else None
         return RankEngine(policy, judge)
 
     launch.run_rank(place, build_engine, lambda controller: train(run, controller), run.config.channel)
@@ -95,7 +99,7 @@ def describe(prepared: Prepared) -> str:
         dump(run.config),
         f"graph: {len(graph)} tasks, {graph.edges()} edges: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()),
         f"run directory: {run.out}",
-        _memory(prepared),
+        str(prepared.memory),
     ]
     for rank in run.cluster.ranks:
         mine = Counter(str(graph[name].kind) for name in plan.order if rank in plan.ranks[name])
@@ -103,7 +107,3 @@ def describe(prepared: Prepared) -> str:
         role = " and ".join(role for role, ranks in roles.items() if rank in ranks)
         lines.append(f"rank {rank} ({role}): " + ", ".join(f"{n} {kind}" for kind, n in mine.items()))
     return "\n".join(lines)
-
-
-def _memory(prepared: Prepared) -> str:
-    return f"a policy rank needs about {policy_rank_memory(prepared.run, prepared.settings)}"

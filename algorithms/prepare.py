@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from algorithms.algorithm import Algorithm
 from algorithms.config import RunConfig
-from algorithms.memory import check_memory
+from algorithms.memory import RunMemory
 from algorithms.prompts import read_prompts
 from algorithms.resume import Progress, checkpoint_of
 from algorithms.train import Run
@@ -25,12 +25,14 @@ from asyncflow import checkpoint
 from asyncflow.core import schedules
 from asyncflow.errors import ConfigError, ModelError
 from engines.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterSettings
+from engines.attention import check_attention
 from engines.optimizer import OptimizerSettings
 from engines.policy import CausalSettings, check_policy
 from engines.policy.load import empty_transformer
 from engines.policy.settings import FILE_NAME
 from engines.rank import PolicyJob, pick_device
-from engines.rewards.base import PairwiseReward, PointwiseReward
+from engines.rewards.base import PairwiseReward
+from engines.rewards.pairs import pairs_of
 from engines.rewards.registry import parse_rewards
 from engines.toy import EVAL_PROMPTS, PROMPTS
 from engines.vae import empty_vae
@@ -42,10 +44,11 @@ BLOCKS, BLOCK_BYTES = 64, 65536
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run, its sampler, the files of the checkpoint that it goes on from, and sentences that its user should see."""
+    """A run, its sampler and memory, the files of the checkpoint that it goes on from, and sentences for its user."""
 
     run: Run
     settings: CausalSettings
+    memory: RunMemory
     resume: Mapping[str, bytes] | None
     notes: Sequence[str]
 
@@ -87,15 +90,18 @@ def prepare(
             raise ConfigError(
                 f"--channel nccl: rank {rank} needs a GPU of its own; without, choose shared-memory or gloo"
             )
+    check_attention(deterministic=config.deterministic_kernels)
     rewards = parse_rewards(config.reward)
     for weighted in rewards:
         if isinstance(weighted.reward, PairwiseReward):
-            weighted.reward.pairs(config.group_size)  # which raises ConfigError where there are none
+            pairs_of(weighted.reward, config.group_size)
     model = config.folder
     check_model(model)
     settings = config.settings()
     check_policy(model, **config.weights, settings=settings)
     check_size(model, settings)
+    for weighted in rewards:
+        weighted.reward.fps = settings.fps
     stochastic_steps = len(settings.denoising_steps) - 1
     if not stochastic_steps:
         raise ModelError(f"--model: {model} samples in one denoising step, which leaves no stochastic step to train")
@@ -103,11 +109,6 @@ def prepare(
     made.trained_steps(stochastic_steps, [0])
     prompts = read_prompts(Path(config.prompts) if config.prompts else PROMPTS)
     eval_prompts = _eval_prompts(config)
-    if eval_prompts and not any(isinstance(reward.reward, PointwiseReward) for reward in rewards):
-        raise ConfigError(
-            "--eval-prompts: these rewards only compare candidates with each other, which says nothing of a video by "
-            "itself; add a reward that scores (=0 keeps it out of training), or set --eval-every 0"
-        )
     if config.init_adapter and not config.resume:
         _check_adapter(config)
     model_sha256 = hash_model(model, *config.weights.values())
@@ -129,8 +130,9 @@ def prepare(
         model_sha256=model_sha256,
         progress=progress,
     )
-    check_memory(run, settings)
-    return Prepared(run, settings, resumed.files if resumed else None, notes)
+    memory = RunMemory(run, settings)
+    memory.check()
+    return Prepared(run, settings, memory, resumed.files if resumed else None, notes)
 
 
 def check_model(folder: Path) -> None:

@@ -1,9 +1,9 @@
 """How many bytes a policy rank needs, from configurations and shapes alone, before any weights are read.
 
 Weights, text encoder, cache, gradients, LoRA and AdamW are exact; decoding is counted on the meta device. What a
-forward keeps for its backward is listed operation by operation in `Shapes.of_block`. Left out are what a judge on the
-same rank takes, and what the device itself does: context, kernels' work space, fragmentation. `algorithms.memory` calls
-it.
+forward keeps for its backward is listed operation by operation in `Shapes.of_block`. Left out is what the device itself
+takes: context, kernels' work space, fragmentation. What a judge takes it `needs` by itself; `algorithms.memory` calls
+both.
 """
 
 from dataclasses import dataclass
@@ -36,6 +36,9 @@ LOWER = {
     "update": "lower --lora-rank",
     "trajectories": "lower --group-size or --prompts-per-step",
     "text encoder": "take a smaller one",
+    "judge weights": "take a smaller judge, or serve it elsewhere and give its url",
+    "judge activations": "lower the judge's frames or concurrency",
+    "judge KV cache": "lower the judge's frames, turns, max-tokens or concurrency",
 }
 """What to do for less of each term."""
 

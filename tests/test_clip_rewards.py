@@ -11,6 +11,7 @@ from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from asyncflow.errors import ConfigError, RewardError
+from engines.rewards.base import Needs
 from engines.rewards.clip import HPSv2, PickScore, from_open_clip, letterbox
 from engines.rewards.registry import parse_rewards
 
@@ -114,3 +115,14 @@ def test_weights_of_another_model(hps, golden):
     torch.save({"state_dict": state}, hps / "HPS_v2.1_compressed.pt")
     with pytest.raises(RewardError, match=f"^{hps} holds no hpsv2 that can be loaded: (.|\n)*visual_projection.weight"):
         HPSv2(hps).load(CPU)
+
+
+def test_what_they_take_of_memory(hps, pick):
+    """Their weights, in the float32 that they are loaded in; a folder that describes no model is named."""
+    for reward in (HPSv2(hps), PickScore(pick)):
+        reward.load(CPU)
+        held = sum(parameter.numel() * parameter.itemsize for parameter in reward._model.parameters())
+        assert reward.needs(480, 832, CPU) == Needs({"judge weights": held})
+    (hps / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=f"^{hps / 'config.json'} describes no CLIP model"):
+        HPSv2(hps).needs(480, 832, CPU)

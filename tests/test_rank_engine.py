@@ -243,8 +243,43 @@ def test_an_initial_adapter_changes_the_rollout(job, tmp_path):
     assert not torch.equal(started, sampled(PolicyEngine(job)).tensors["rollout/0/0.clean"])
 
 
+def test_the_base_model_samples_without_any_adapter(job, tmp_path):
+    """Not even the one that a run started from, which is back in place afterwards."""
+    adapter = Adapter(tiny_transformer(), job.adapter, seed=3)
+    adapter.assign(0.1 * torch.randn(adapter.size, generator=torch.Generator().manual_seed(0)))
+    adapter.save(tmp_path)
+    engine, untouched = changed(job, init_adapter=tmp_path), sampled(PolicyEngine(job))
+    trained = sampled(engine)
+    base = run(engine, Kind.ROLLOUT, RolloutOrder(PROMPTS, SEEDS, base=True))
+    name = "rollout/0/0.clean"
+    assert torch.equal(base.tensors[name], untouched.tensors[name])
+    assert torch.equal(sampled(engine).tensors[name], trained.tensors[name])
+    assert units_of(replayed(engine, trained)) == trained.values["rollout/0/0"]
+
+
 def test_an_adapter_of_another_shape_is_refused(job, tmp_path):
     """What only the loaded model can tell: the same rank and alpha, on other linears."""
     Adapter(tiny_transformer(), AdapterSettings(rank=2, alpha=4.0, targets=("to_q",)), seed=0).save(tmp_path)
     with pytest.raises(ModelError, match="has \\(rank, alpha, targets\\)"):
         changed(job, init_adapter=tmp_path)
+
+
+class Parts:
+    """A policy and judges that only write down what they are asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name):
+        return lambda *_: self.asked.append(name)
+
+
+def test_judges_rest_where_training_begins():
+    """Once, before the first replay after a judgement, not while decodes and judgements alternate."""
+    parts = Parts()
+    engine = RankEngine(parts, parts)
+    kinds = [Kind.DECODE, Kind.SCORE, Kind.DECODE, Kind.COMPARE, Kind.REPLAY, Kind.REPLAY, Kind.UPDATE, Kind.ROLLOUT]
+    for kind in [*kinds, Kind.SCORE, Kind.UPDATE, Kind.SCORE, Kind.REPLAY]:
+        engine.run(Work((Task(f"{kind}/0/0", kind),), {}, None, None))
+    first = ["decode", "judge", "decode", "judge", "rest", "replay", "replay", "update", "rollout"]
+    assert parts.asked == [*first, "judge", "update", "judge", "rest", "replay"]

@@ -18,7 +18,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, CLIPConfig, CLIPMode
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from asyncflow.errors import ConfigError, RewardError
-from engines.rewards.base import Outcome, PointwiseReward
+from engines.rewards.base import Needs, Outcome, PointwiseReward
 from engines.rewards.protocols.base import evenly
 
 FRAMES = 8
@@ -40,6 +40,16 @@ class ClipReward(PointwiseReward):
         if missing:
             raise ConfigError(f"{folder} has no {', '.join(missing)}; give {self.hint}")
         self._folder = folder
+
+    def needs(self, height: int, width: int, device: torch.device) -> Needs:
+        """See `Reward`. The weights; a forward takes far less. Raises ConfigError."""
+        try:
+            config = CLIPConfig.from_pretrained(self._folder, local_files_only=True)
+            with torch.device("meta"):
+                model = CLIPModel(config)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{self._folder / 'config.json'} describes no CLIP model: {error}") from error
+        return Needs({"judge weights": sum(p.numel() * p.itemsize for p in model.parameters())})
 
     def load(self, device: torch.device) -> None:
         """See `Reward`. Computes in float32, since scores differ in the third digit."""

@@ -45,6 +45,18 @@ class ChatProtocol(ABC):
     videos: ClassVar[Literal[1, 2]]
     schema: ClassVar[Mapping[str, Any] | None] = None
     """What a good answer looks like, for the second attempt after one that could not be read."""
+    images: int
+    """The most that one conversation shows."""
+    turns: int = 1
+    """The most replies of a conversation."""
+    max_tokens: int
+    """Of a reply."""
+    top_logprobs: int = 0
+    """See `Ask`."""
+
+    def shown(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the largest image that it shows of a video of this size, in pixels."""
+        return height, width
 
     @abstractmethod
     def proceed(self, case: Case, replies: Sequence[Reply]) -> Ask | Outcome:
@@ -54,12 +66,11 @@ class ChatProtocol(ABC):
 class SingleTurn(ChatProtocol):
     """Frames of each video in order, then a text; one reply."""
 
-    top_logprobs: int = 0
-
     def __init__(self, template: str, frames: int, max_tokens: int) -> None:
         self._template = template
         self._frames = frames
-        self._max_tokens = max_tokens
+        self.images = self.videos * frames
+        self.max_tokens = max_tokens
 
     def proceed(self, case: Case, replies: Sequence[Reply]) -> Ask | Outcome:
         """See `ChatProtocol`."""
@@ -67,7 +78,7 @@ class SingleTurn(ChatProtocol):
             return cut_short(replies[-1]) or self.read(replies[-1])
         images = [image for video in case.videos for image in evenly(video, self._frames)]
         message = Message("user", (*images, fill(self._template, prompt=case.prompt)))
-        return Ask((message,), self._max_tokens, top_logprobs=self.top_logprobs)
+        return Ask((message,), self.max_tokens, top_logprobs=self.top_logprobs)
 
     @abstractmethod
     def read(self, reply: Reply) -> Outcome:

@@ -82,7 +82,13 @@ class VRThinker(ChatProtocol):
     def __init__(self, template: str, variant: Variant, max_tokens: int) -> None:
         self._template = template
         self._variant = variant
-        self._max_tokens = max_tokens
+        self.images = self.videos * variant.first + variant.selected
+        self.turns = variant.turns
+        self.max_tokens = max_tokens
+
+    def shown(self, height: int, width: int) -> tuple[int, int]:
+        """See `ChatProtocol`."""
+        return fitted_size(height, width, max(self._variant.first_pixels, self._variant.selected_pixels))
 
     def proceed(self, case: Case, replies: Sequence[Reply]) -> Ask | Outcome:
         """See `ChatProtocol`."""
@@ -95,7 +101,7 @@ class VRThinker(ChatProtocol):
             selected = self._select(reply.text, frames, shown=turn == len(replies) - 1)
             called = reply.text if END_OF_CALL in reply.text else reply.text + END_OF_CALL
             messages += [Message("assistant", (called,)), Message("user", selected)]
-        return Ask(tuple(messages), self._max_tokens, stop=(END_OF_CALL,))
+        return Ask(tuple(messages), self.max_tokens, stop=(END_OF_CALL,))
 
     def _outcome(self, replies: Sequence[Reply]) -> Outcome | None:
         """What the last reply decides; None if it asks for frames and there is a turn left."""
@@ -176,10 +182,14 @@ def parse(answers: Sequence[str]) -> Outcome:
 
 def fitted(frame: Tensor, pixels: int) -> Tensor:
     """The frame [H, W, 3], made smaller where it has more than so many pixels."""
-    height, width = frame.shape[:2]
-    scale = (pixels / (height * width)) ** 0.5
-    if scale >= 1:
+    height, width = fitted_size(*frame.shape[:2], pixels)
+    if (height, width) == frame.shape[:2]:
         return frame
-    size = max(1, int(width * scale)), max(1, int(height * scale))
-    picture = Image.fromarray(frame.numpy()).resize(size, Image.Resampling.BICUBIC)
-    return torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(size[1], size[0], 3)
+    picture = Image.fromarray(frame.numpy()).resize((width, height), Image.Resampling.BICUBIC)
+    return torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(height, width, 3)
+
+
+def fitted_size(height: int, width: int, pixels: int) -> tuple[int, int]:
+    """Height and width of a frame that was made smaller where it has more than so many pixels."""
+    scale = min(1.0, (pixels / (height * width)) ** 0.5)
+    return max(1, int(height * scale)), max(1, int(width * scale))
