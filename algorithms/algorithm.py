@@ -17,7 +17,7 @@ from engines.kernel import Kernel, Units
 
 @dataclass(frozen=True)
 class GroupAdvantages:
-    """Of one group: `advantages` [G, R], one column for each reward, and who is `kept` [G] bool.
+    """Of one group: `advantages` [G, A], in columns as the loss weighs them, and who is `kept` [G] bool.
 
     A candidate that is not kept gets coefficient 0, and is left out of every denominator.
     """
@@ -70,8 +70,21 @@ class Algorithm(Protocol):
     def loss(self, units: Tensor, old_units: Tensor, advantages: Tensor, trained: Tensor) -> Loss:
         """The loss over a mini-batch of n candidates, float64 but for `trained`, which is bool.
 
-        units [n, K, M], the old ones of the first of them [n, K], advantages [n, R], trained [n, K].
+        units [n, K, M], the old ones of the first of them [n, K], advantages [n, A], trained [n, K].
         """
+
+
+def valid_candidates(rewards: Tensor) -> Tensor:
+    """Who of a group has all of the rewards [G, R], of which those that are NaN are invalid: bool [G]."""
+    return rewards.isfinite().all(dim=1)
+
+
+def enough_valid(valid: Tensor) -> bool:
+    """Whether a group trains with these `valid` candidates, bool [G]: half of it at least, and two.
+
+    A few that a judge could read say little of the group, less so where what it fails on is what differs.
+    """
+    return int(valid.sum()) >= max(2.0, len(valid) / 2)
 
 
 def coefficients(

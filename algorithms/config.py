@@ -70,6 +70,9 @@ class RunConfig(ModelConfig, frozen=True, kw_only=True):
     exact: Annotated[
         bool, Meta(description="Sum gradients in fixed point, so that ranks and schedule cannot change a bit.")
     ] = False
+    deterministic: Annotated[
+        bool, Meta(description="Deterministic kernels on a GPU, which are slower; --exact turns them on, too.")
+    ] = False
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where models run.")] = "auto"
     channel: Annotated[
         Literal["shared-memory", "gloo", "nccl"],
@@ -104,6 +107,11 @@ class RunConfig(ModelConfig, frozen=True, kw_only=True):
     def adapter(self) -> AdapterSettings:
         """The LoRA that is trained."""
         return AdapterSettings(rank=self.lora_rank, alpha=self.lora_alpha, targets=self.lora_targets)
+
+    @property
+    def deterministic_kernels(self) -> bool:
+        """Whether kernels must give the same bits every time."""
+        return self.deterministic or self.exact
 
     @property
     def recomputes_old(self) -> bool:

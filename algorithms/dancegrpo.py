@@ -17,6 +17,10 @@ recipe, and why:
 * `share_noise` shares the initial noise within a group; theirs shares it between all prompts of a rank as well, which
   would tie results to the rank count.
 * `statistics` group, as in their video recipe; global is their image recipes'.
+
+Several rewards have advantages and clipped losses of their own, which are weighted (theirs, :374-409 and 450-477), so
+their scales do not matter. With `weighting` before, the weighted sum of the raw rewards is normalised instead, as
+Flow-GRPO (flow_grpo/rewards.py, multi_score) has it and Pref-GRPO for its win rates: there a scale is a weight, too.
 """
 
 import functools
@@ -30,7 +34,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from algorithms.algorithm import GroupAdvantages, Loss
+from algorithms.algorithm import GroupAdvantages, Loss, enough_valid, valid_candidates
 from algorithms.command import command
 from algorithms.config import RunConfig
 from algorithms.kernels import ConsistencyKernel, DanceSDEKernel
@@ -62,6 +66,10 @@ class DanceGRPOConfig(RunConfig, frozen=True, kw_only=True):
     statistics: Annotated[
         Literal["group", "global"], Meta(description="Whose mean and deviation normalise the rewards.")
     ] = "group"
+    weighting: Annotated[
+        Literal["after", "before"],
+        Meta(description="Weigh rewards after each is normalised by itself, or before, and normalise their sum."),
+    ] = "after"
     step_fraction: Annotated[
         float, Meta(gt=0, le=1, description="Share of the stochastic steps that is trained, drawn for each candidate.")
     ] = 1.0
@@ -85,7 +93,7 @@ class DanceGRPOConfig(RunConfig, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class DanceGRPO:
-    """The algorithm; `reward_weights` [R] are the rewards' in the loss."""
+    """The algorithm; `reward_weights` [R] are the rewards'. One of weight 0 has no part in it, valid or not."""
 
     config: DanceGRPOConfig
     reward_weights: tuple[float, ...]
@@ -110,6 +118,17 @@ class DanceGRPO:
         """See `Algorithm`."""
         return self.config.share_noise
 
+    @functools.cached_property
+    def _weights(self) -> tuple[float, ...]:
+        """Of each column of the advantages, in the loss: those of the rewards that count or, weighted before, 1."""
+        return (1.0,) if self.config.weighting == "before" else tuple(w for w in self.reward_weights if w)
+
+    def _columns(self, rewards: Tensor) -> Tensor:
+        """What is normalised of rewards [G, R]: those that count or their weighted sum, NaN where one is."""
+        weights = torch.tensor(self.reward_weights, dtype=rewards.dtype)
+        counted, weights = rewards[:, weights > 0], weights[weights > 0]
+        return counted @ weights[:, None] if self.config.weighting == "before" else counted
+
     def trained_steps(self, stochastic_steps: int, seeds: Sequence[int]) -> Tensor:
         """The first int((K - 1) * fraction) of a random order of the steps (train_grpo_hunyuan.py:411-431)."""
         count = int(stochastic_steps * self.config.step_fraction)
@@ -126,13 +145,14 @@ class DanceGRPO:
     def advantages(self, group: int, rewards: Mapping[int, Tensor]) -> GroupAdvantages:
         """(r - mean) / (unbiased std + 1e-8), clamped; best-of-n then keeps the extremes of the weighted sum.
 
-        From train_grpo_hunyuan.py:374-409, but exactly 0 where all rewards are equal. A candidate with an invalid
-        reward is not kept, nor a group with fewer than two others.
+        From train_grpo_hunyuan.py:374-409, but exactly 0 where all rewards are equal. A candidate of which any reward
+        that counts is invalid (its `on_invalid` may have made it so) is not kept, nor a group without `enough_valid`.
         """
-        own = rewards[group]
-        valid = own.isfinite().all(dim=1)
-        pool = torch.cat([r[r.isfinite().all(dim=1)] for r in rewards.values()])
-        if len(pool) < 2 or valid.sum() < 2:
+        columns = {name: self._columns(of_group) for name, of_group in rewards.items()}
+        own = columns[group]
+        valid = valid_candidates(own)
+        pool = torch.cat([of_group[valid_candidates(of_group)] for of_group in columns.values()])
+        if not enough_valid(valid):
             return GroupAdvantages(torch.zeros_like(own), torch.zeros_like(valid))
         centred = torch.where(pool.amax(dim=0) == pool.amin(dim=0), 0.0, own - pool.mean(dim=0))
         advantages = centred / (pool.std(dim=0) + 1e-8)
@@ -145,7 +165,7 @@ class DanceGRPO:
         half = min(self.config.best_of_n, int(valid.sum())) // 2
         if not half:
             return valid
-        score = advantages @ torch.tensor(self.reward_weights, dtype=advantages.dtype)
+        score = advantages @ torch.tensor(self._weights, dtype=advantages.dtype)
         ranked = [i for i in score.argsort(stable=True).tolist() if valid[i]]
         kept = torch.zeros_like(valid)
         kept[ranked[:half] + ranked[-half:]] = True
@@ -174,7 +194,7 @@ class DanceGRPO:
         return made
 
     def loss(self, units: Tensor, old_units: Tensor, advantages: Tensor, trained: Tensor) -> Loss:
-        """mean max(-A rho, -A clip(rho)), one clipped loss a reward, weighted (train_grpo_hunyuan.py:436-479).
+        """mean max(-A rho, -A clip(rho)), one clipped loss a column of A, weighted (train_grpo_hunyuan.py:436-479).
 
         With a dual clip (Ye et al., arXiv 1912.09729, Eq. 5) no more than -A dual where A < 0. With a KL, plus its
         weight times the mean KL (as Flow-GRPO adds it, scripts/train_sd3.py:894-899).
@@ -182,7 +202,7 @@ class DanceGRPO:
         low, high, dual = self._range
         ratio = (units[:, :, 0] - old_units).exp()
         total = torch.zeros((), dtype=units.dtype)
-        for advantage, weight in zip(advantages.T[:, :, None], self.reward_weights, strict=True):
+        for advantage, weight in zip(advantages.T[:, :, None], self._weights, strict=True):
             surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
             if self.config.dual_clip:
                 surrogate = torch.where((advantage < 0) & (ratio > dual), -advantage * dual, surrogate)

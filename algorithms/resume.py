@@ -17,7 +17,7 @@ from asyncflow.errors import CheckpointError, ConfigError
 MAY_CHANGE = frozenset(
     {"steps", "out", "resume", "eval_prompts", "eval_every", "eval_samples", "save_every", "keep_checkpoints"}
     | {"schedule", "reward_ranks", "forward_replays", "judge_batch", "device", "channel", "gradient_checkpointing"}
-    | {"model", "checkpoint", "base_lora", "preset"}
+    | {"model", "checkpoint", "base_lora", "preset", "deterministic"}
 )
 """Keys that a resumed run may have otherwise: they do not change what is trained. Of the model the content counts."""
 

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
@@ -17,7 +17,8 @@ import msgspec
 
 from algorithms.algorithm import Algorithm
 from algorithms.config import RunConfig
-from algorithms.metrics import Metrics, evaluation_metrics, step_metrics
+from algorithms.environment import environment
+from algorithms.metrics import Metrics, evaluation_metrics, quality, step_metrics
 from algorithms.planning import Planner
 from algorithms.program import CheckpointProgram, Sample, SamplingProgram, StepProgram, samples_of
 from algorithms.prompts import PromptSampler
@@ -32,10 +33,10 @@ from asyncflow.core.plan import Cluster, Plan
 from asyncflow.core.schedules import schedule
 from asyncflow.core.simulate import simulate
 from asyncflow.engine import Invalid
-from asyncflow.errors import CheckpointError, Interrupted, RewardError, TrainingError
+from asyncflow.errors import CheckpointError, Interrupted, JudgeUnfit, TrainingError
 from asyncflow.randomness import derive_seed
 from engines.orders import CheckpointOrder
-from engines.rewards.base import PointwiseReward
+from engines.rewards.failures import Failures
 from engines.rewards.registry import WeightedReward
 
 SHOWN = 8
@@ -95,14 +96,17 @@ def dataflow(config: RunConfig, algorithm: Algorithm, rewards: Sequence[Weighted
 async def train(run: Run, controller: Controller) -> None:
     """Train from `run.progress` to the last step, evaluating, saving and reporting on the way.
 
-    If it is interrupted it saves the last step that was completed, and raises Interrupted.
+    If it is interrupted, or a judge is unfit, it saves the last completed step, and raises Interrupted or JudgeUnfit.
     """
     loop = _Loop(run, controller)
     loop.open()
     try:
         await _train(loop)
     except Interrupted:
-        await loop.leave()
+        await loop.leave("interrupted")
+        raise
+    except JudgeUnfit:
+        await loop.leave("stopped")
         raise
 
 
@@ -120,6 +124,7 @@ async def _train(loop: "_Loop") -> None:
                 metrics |= await loop.evaluate(step)
         finally:
             loop.write(metrics)
+        loop.failures.check()
         due = bool(run.config.save_every) and step % run.config.save_every == 0
         if due or step in (last, run.progress.best_step):
             await loop.save(step, final=step == last)
@@ -140,18 +145,21 @@ class _Loop:
         self.planner = Planner(
             self.graph, plan, run.cluster, searches=searches, fixed=run.config.exact, found=run.progress.plan
         )
-        self.pointwise = [reward for reward in run.rewards if isinstance(reward.reward, PointwiseReward)]
         self.evaluates = bool(run.eval_prompts and run.config.eval_every)
+        self.failures = Failures(run.rewards)
         self.failed_saves = 0
         self.saved = run.progress.step
 
     def open(self) -> None:
-        """Make the run directory; where a run is resumed in its own, keep the metrics up to its checkpoint."""
+        """Make the run directory, and say what attends; resumed in its own, keep the metrics up to its checkpoint."""
         out = self.run.out
         self.metrics = out / "metrics.jsonl"
+        found = environment(self.run.config, len(self.run.cluster.ranks))
+        click.echo(f"attention: {found['attention']}")
         with _writing(out):
             out.mkdir(parents=True, exist_ok=True)
             (out / "config.toml").write_text(dump(self.run.config))
+            (out / "environment.json").write_text(json.dumps(found, indent=2) + "\n")
             lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
             kept = [line for line in lines if _step_of(line) <= self.run.progress.step]
             self.metrics.write_text("".join(f"{line}\n" for line in kept))
@@ -162,7 +170,7 @@ class _Loop:
             file.write(msgspec.json.encode(metrics).decode() + "\n")
 
     async def step(self, step: int) -> Metrics:
-        """One RL step."""
+        """One RL step. Raises JudgeUnfit where no group trains; such a step changed no weights and does not count."""
         run, config = self.run, self.run.config
         samples = samples_of(
             self.sampler.at(step - 1, config.prompts_per_step),
@@ -186,19 +194,20 @@ class _Loop:
         metrics["checkpoint/failed"] = self.failed_saves
         with _writing(run.out):
             perfetto.write(result.trace, run.out / "trace" / f"step-{step:06d}.json")
+        for reason in program.report.invalid[:3]:
+            click.echo(f"step {step}: invalid: {reason}", err=True)
+        if metrics["critic/dropped_groups"] == config.prompts_per_step:
+            reason = program.report.invalid[0]
+            raise JudgeUnfit(f"step {step}: no group has enough candidates with valid rewards; the first: {reason}")
+        self.failures.add(result.values, graph)
         run.progress.costs.observe(result.trace, graph)
         await self.planner.reconsider(run.progress.costs)
         run.progress.plan = self.planner.found
         run.progress.step = step
-        for reason in program.report.invalid[:3]:
-            click.echo(f"step {step}: invalid: {reason}", err=True)
-        if not metrics["critic/kept"]:
-            reason = program.report.invalid[0]
-            raise RewardError(f"step {step}: no group has two candidates with valid rewards; the first: {reason}")
         return metrics
 
     async def evaluate(self, step: int) -> Metrics:
-        """Sample the held-out prompts with seeds that never change, and score them."""
+        """Sample the held-out prompts with seeds that never change; score them, or compare with the base model's."""
         run = self.run
         folder, shown = run.out / "samples" / f"step-{step:06d}", min(SHOWN, len(run.eval_prompts))
         samples = [
@@ -212,13 +221,13 @@ class _Loop:
             for place, prompt in enumerate(run.eval_prompts)
         ]
         graph, plan = run.scheduled(
-            evaluation_graph(len(samples), shown, task_batch=run.config.task_batch, rewards=self.pointwise)
+            evaluation_graph(len(samples), shown, task_batch=run.config.task_batch, rewards=run.rewards)
         )
-        program = SamplingProgram(graph, [samples])
+        program = SamplingProgram(graph, [[*samples, *(replace(sample, base=True, path="") for sample in samples)]])
         result = await self.controller.run(graph, plan, program, run.progress.costs.estimates())
         run.progress.costs.observe(result.trace, graph)
-        metrics = evaluation_metrics(result, self.pointwise)
-        reward = metrics.get("val/rewards/mean")
+        metrics = evaluation_metrics(result, graph, run.rewards)
+        reward = metrics.get(quality(run.rewards))
         if isinstance(reward, float) and (run.progress.best is None or reward > run.progress.best):
             run.progress.best, run.progress.best_step = reward, step
         return metrics
@@ -255,12 +264,12 @@ class _Loop:
             self.failed_saves = 0
             self.saved = step
 
-    async def leave(self) -> None:
+    async def leave(self, why: str) -> None:
         """Save the last completed step, unless it is; where there is none nothing is lost."""
         step = self.run.progress.step
         if step > self.saved:
             await self.save(step, final=True)
-        click.echo(f"interrupted: step {step} is saved; go on with --resume {self.run.out}" if step else "interrupted")
+        click.echo(f"{why}: step {step} is saved; go on with --resume {self.run.out}" if step else why)
 
     def _predicted(self) -> Metrics:
         """The step's time as simulated, and what no plan could beat, once costs of each of its tasks were seen."""
@@ -299,9 +308,12 @@ def _slug(prompt: str) -> str:
 def _line(metrics: Metrics, last: int, left: float | None) -> str:
     """One line a step, for a person."""
     parts = [f"step {metrics['step']}/{last}"]
+    each = [(name, found[1], ".3f") for name in metrics if (found := re.fullmatch(r"val/reward/(.+)/mean", name))]
     for name, label, style in (
         ("critic/rewards/mean", "reward", ".3f"),
         ("val/rewards/mean", "held-out", ".3f"),
+        *(each if len(each) > 1 else ()),
+        ("val/win_rates/mean", "win rate", ".3f"),
         ("actor/ratio_mean", "ratio", ".6f"),
         ("actor/pg_clipfrac", "clipped", ".0%"),
         ("timing_s/step", "seconds", ".1f"),

@@ -29,6 +29,10 @@ class RewardError(AsyncflowError):
     """A judge returned something that is neither a finite number nor an invalid outcome."""
 
 
+class JudgeUnfit(RewardError):
+    """A judge failed for a whole step or too often; raised between two steps, of which the completed ones count."""
+
+
 class TrainingError(AsyncflowError):
     """Training cannot go on: gradients stayed non-finite, or the ranks' weights differ."""
 

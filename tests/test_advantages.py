@@ -64,13 +64,21 @@ def test_one_invalid_reward_of_several_is_enough():
 
 
 @pytest.mark.parametrize("statistics", ["group", "global"])
-def test_nobody_is_kept_of_a_group_with_fewer_than_two_valid(statistics):
+@pytest.mark.parametrize("weighting", ["after", "before"])
+def test_nobody_is_kept_of_a_group_with_fewer_than_two_valid(statistics, weighting):
     """One candidate has nobody to be compared with, even if other groups have plenty."""
-    rewards = {0: column(NAN, 3.0, NAN), 1: column(1.0, 2.0, 3.0)}
+    rewards = {0: column(NAN, 3.0), 1: column(1.0, 2.0)}
     mine = rewards if statistics == "global" else {0: rewards[0]}
-    made = algorithm(statistics=statistics).advantages(0, mine)
+    made = algorithm(statistics=statistics, weighting=weighting).advantages(0, mine)
     assert not made.kept.any()
     assert made.advantages.abs().max() == 0
+
+
+def test_half_of_a_group_must_be_valid():
+    """Of eight candidates four are enough, three are not; of three and four, two are."""
+    for size, valid, kept in ((8, 4, 4), (8, 3, 0), (7, 4, 4), (7, 3, 0), (4, 2, 2), (3, 2, 2)):
+        rewards = column(*map(float, range(valid)), *[NAN] * (size - valid))
+        assert algorithm().advantages(0, {0: rewards}).kept.sum() == kept, (size, valid)
 
 
 def test_best_of_n_keeps_the_extremes():
@@ -112,3 +120,70 @@ def test_an_advantage_of_one_reward_is_enough_to_stay():
     rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 0.5]], dtype=torch.float64)
     made = algorithm(1.0, 1.0, drop_zero_advantages=True).advantages(0, {0: rewards})
     assert made.kept.tolist() == [True, True, False]
+
+
+MIXED = torch.tensor([[1.0, 10.0], [2.0, 40.0], [3.0, 10.0]], dtype=torch.float64)
+
+
+def test_rewards_are_weighed_after_they_are_normalised():
+    """A column each, by its own deviation: (-1, 0, 1), and 10, 40, 10 about 20 over the root of 300."""
+    made = algorithm(1.0, 0.5).advantages(0, {0: MIXED}).advantages
+    assert made[:, 0].tolist() == pytest.approx([-1.0, 0.0, 1.0], rel=1e-7)
+    assert made[:, 1].tolist() == pytest.approx([x / math.sqrt(300) for x in (-10, 20, -10)], rel=1e-7)
+
+
+def test_rewards_are_weighed_before_their_sum_is_normalised():
+    """1 r1 + 0.5 r2 is 6, 22, 8: about 12 over the root of 76; one column, which counts once in loss and best-of-n."""
+    before = algorithm(1.0, 0.5, weighting="before")
+    made = before.advantages(0, {0: MIXED}).advantages
+    assert made.tolist() == [pytest.approx([x / math.sqrt(76)], rel=1e-7) for x in (-6, 10, -4)]
+    units = torch.zeros(3, 1, 1, dtype=torch.float64)
+    losses = [
+        a.loss(units, units[:, :, 0], made, torch.ones(3, 1, dtype=torch.bool)).value
+        for a in (before, algorithm(1.0))
+    ]
+    assert losses[0] == losses[1]
+    extremes = algorithm(1.0, 0.5, weighting="before", best_of_n=2).advantages(0, {0: MIXED}).kept
+    assert extremes.tolist() == [True, True, False]
+
+
+def test_rewards_are_weighed_before_global_statistics():
+    """The sums 6, 22, 8 of one group and 0, 4 of another, with an invalid one left out: about 8 over the root of 70."""
+    rewards = {0: MIXED, 1: torch.tensor([[0.0, 0.0], [NAN, 90.0], [2.0, 4.0]], dtype=torch.float64)}
+    made = algorithm(1.0, 0.5, weighting="before", statistics="global").advantages(1, rewards)
+    assert made.advantages.tolist() == [pytest.approx([x / math.sqrt(70)], rel=1e-7) for x in (-8, 0, -4)]
+    assert made.kept.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("weighting", ["after", "before"])
+@pytest.mark.parametrize("statistics", ["group", "global"])
+def test_a_reward_without_weight_has_no_influence(weighting, statistics):
+    """Whether it is huge, differs where the others do not, or is invalid everywhere."""
+    options = {"weighting": weighting, "statistics": statistics, "best_of_n": 2, "drop_zero_advantages": True}
+    useless = torch.tensor([[1e9, NAN], [NAN, NAN], [-1e9, NAN]], dtype=torch.float64)
+    for rewards in (MIXED, torch.ones_like(MIXED)):
+        given = torch.cat([useless[:, :1], rewards, useless[:, 1:]], dim=1)
+        alone = algorithm(1.0, 0.5, **options).advantages(0, {0: rewards})
+        made = algorithm(0.0, 1.0, 0.5, 0.0, **options).advantages(0, {0: given})
+        assert made.advantages.tolist() == alone.advantages.tolist()
+        assert made.kept.tolist() == alone.kept.tolist()
+
+
+@pytest.mark.parametrize("weighting", ["after", "before"])
+def test_any_invalid_reward_that_counts_leaves_its_candidate_out(weighting):
+    """And nobody else: the others get what they would get without it."""
+    rewards = torch.cat([MIXED, torch.tensor([[9.0, NAN], [NAN, 9.0]], dtype=torch.float64)])
+    made = algorithm(1.0, 0.5, weighting=weighting).advantages(0, {0: rewards})
+    alone = algorithm(1.0, 0.5, weighting=weighting).advantages(0, {0: MIXED})
+    assert made.kept.tolist() == [True, True, True, False, False]
+    assert made.advantages[:3].tolist() == alone.advantages.tolist()
+    assert made.advantages[3:].abs().max() == 0
+
+
+def test_a_reward_of_huge_scale():
+    """Weighed after, scales do not matter; before, the huge one alone decides."""
+    huge = MIXED * torch.tensor([1.0, 1e12], dtype=torch.float64)
+    after, plain = (algorithm(1.0, 0.5).advantages(0, {0: r}).advantages for r in (huge, MIXED))
+    torch.testing.assert_close(after, plain)
+    before = algorithm(1.0, 0.5, weighting="before").advantages(0, {0: huge}).advantages
+    torch.testing.assert_close(before, plain[:, 1:])

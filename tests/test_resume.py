@@ -167,6 +167,7 @@ def resumed(folder: Path, algorithm: str = "DanceGRPO", content: str = "hash", *
 def test_what_does_not_change_the_training_may_change(tmp_path):
     """Ranks, schedule, channel, when to save, and where the model lies."""
     changes = {"steps": 9, "schedule": "stagebreaker", "reward_ranks": 2, "channel": "gloo", "save_every": 1}
+    changes |= {"deterministic": True}
     assert resumed(tmp_path / "run", **changes, model="moved") == 7
 
 

@@ -13,6 +13,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from algorithms.dancegrpo import DanceGRPOConfig
+from asyncflow import checkpoint
 from asyncflow.config import resolve
 from engines.adapter import Adapter, AdapterSettings
 from engines.policy import load_policy
@@ -99,6 +100,35 @@ def test_what_departs_from_the_defaults_is_as_exact(recipe, run_ranks, tmp_path)
         assert len(set(re.findall(r"replay/\d/\d", trace))) == 8
 
 
+def test_rewards_that_only_compare_with_the_base_model(recipe, run_ranks, tmp_path):
+    """In a group and in an evaluation: the same bits in every schedule, and a rate that shows what was learnt.
+
+    With a fresh adapter each video meets its own copy, and wins once for each time that it loses.
+    """
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("a red circle moving left\na blue square moving down\n")
+    options = [
+        *(option for option in recipe if not option.startswith("--reward=")), "--steps=2",
+        "--reward=engines.rewards.testing:BaseDuel", "--reward=colour-duel=0.5", f"--eval-prompts={held_out}",
+    ]  # fmt: skip
+    two, three = tmp_path / "two", tmp_path / "three"
+    codes, output = run_ranks(2, [*options, f"--out={two}"], tmp_path / "output")
+    assert codes == [0, 0], output
+    assert "step 0/2  win rate 0.500\n" in output
+    schedule = ["--schedule=stagebreaker", "--reward-ranks=2"]
+    codes, output = run_ranks(3, [*options, f"--out={three}", *schedule], tmp_path / "output")
+    assert codes == [0, 0, 0], output
+    assert weights(three) == weights(two)
+    start, _, last = metrics(two)
+    for name in ("base-duel", "colour-duel"):
+        assert (start[f"val/win_rate/{name}"], start[f"val/judge/{name}/valid"]) == (0.5, 8)
+    assert last["val/win_rate/base-duel"] > 0.5
+    assert checkpoint.load(two / "checkpoints/step-000002").meta["progress"]["best"] == last["val/win_rates/mean"]
+    for mine, other in zip(metrics(two), metrics(three), strict=True):
+        compared = {name for name in mine if name.startswith(("val/win_rate", "critic/reward"))}
+        assert {name: mine[name] for name in compared} == {name: other[name] for name in compared}
+
+
 @pytest.mark.parametrize("order", ["by-chunk", "batched", "packed"])
 def test_a_kl_and_recomputed_ratios_are_as_exact(order, recipe, run_ranks, tmp_path):
     """In every order of replay: a reference on any rank, old units of the second mini-batch before the first update."""
@@ -165,7 +195,7 @@ def test_a_run_directory_is_complete(torchrun):
     files = {str(path.relative_to(torchrun)) for path in torchrun.rglob("*") if path.is_file()}
     slugs = ("00-a-red-circle-moving-left.mp4", "01-a-blue-square-moving-down.mp4")
     assert files >= {
-        "config.toml", "metrics.jsonl", "trace/step-000001.json", "trace/step-000002.json",
+        "config.toml", "environment.json", "metrics.jsonl", "trace/step-000001.json", "trace/step-000002.json",
         "checkpoints/step-000002/manifest.json", "adapter/adapter_model.safetensors", "adapter/adapter_config.json",
         *(f"samples/step-{step:06d}/{slug}" for step in (0, 2) for slug in slugs),
     }  # fmt: skip
@@ -231,7 +261,7 @@ def test_invalid_judgements_are_counted_and_left_out(recipe, run_ranks, tmp_path
     ("reward", "sentence"),
     [
         ("NotANumber", "reward not-a-number gave nan for the prompt 'a red square moving left'; return a finite"),
-        ("Blind", "error: step 1: no group has two candidates with valid rewards; the first: blind of candidate 0 of"),
+        ("Blind", "error: step 1: no group has enough candidates with valid rewards; the first: blind of candidate 0"),
     ],
 )
 def test_a_reward_that_fails_ends_the_run(reward, sentence, recipe, run_ranks, tmp_path):
@@ -254,7 +284,8 @@ def test_a_run_directory_that_cannot_be_written_ends_the_run(recipe, run_ranks, 
     (tmp_path / "run" / "trace").touch()
     codes, output = run_ranks(1, [*recipe, f"--out={tmp_path / 'run'}"], tmp_path / "output")
     assert codes == [1]
-    _, sentence = output.splitlines()
+    *_, sentence = output.splitlines()
+    assert output.count("error: ") == 1
     assert sentence.startswith(f"error: cannot write to the run directory {tmp_path / 'run'}: File exists; make room")
 
 
