@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
+uvloop.new_event_loop().close()  # the first one opens a pipe that stays
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join(

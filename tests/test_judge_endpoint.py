@@ -179,7 +179,7 @@ def start(url: str, model: str = "") -> str:
     async def main() -> str:
         endpoint = Endpoint(url, model)
         try:
-            await endpoint.start(torch.device("cpu"))
+            await endpoint.start(torch.device("cpu"), 0)
         finally:
             await endpoint.close()
         return endpoint.model

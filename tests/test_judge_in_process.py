@@ -38,7 +38,7 @@ def asking(text: str, *frames: torch.Tensor, **more: object) -> Ask:
 def complete(folder: Path, asks: Sequence[Ask]) -> list[Reply]:
     async def main() -> list[Reply]:
         engine = InProcess(folder)
-        await engine.start(CPU)
+        await engine.start(CPU, 0)
         replies = await asyncio.gather(*(engine.complete(ask) for ask in asks))
         await engine.close()
         return replies
@@ -99,7 +99,7 @@ def test_a_deadline_ends_the_writing(folder):
 
     async def main() -> Reply:
         engine = InProcess(folder)
-        await engine.start(CPU)
+        await engine.start(CPU, 0)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await engine.complete(asking("a", max_tokens=10**6))
@@ -115,7 +115,7 @@ def test_a_model_that_fails_tells_everyone_who_waits(folder):
 
     async def main() -> list[object]:
         engine = InProcess(folder)
-        await engine.start(CPU)
+        await engine.start(CPU, 0)
         wrong = asking("a", torch.zeros(0, 0, 3, dtype=torch.uint8))
         results = await asyncio.gather(engine.complete(wrong), engine.complete(wrong), return_exceptions=True)
         await engine.close()

@@ -75,6 +75,14 @@ def test_a_file_says_everything(tmp_path):
     assert other.reward.on_invalid == "drop-candidate"
 
 
+def test_a_file_asks_for_the_base_models_video(tmp_path):
+    file = tmp_path / "judge.toml"
+    file.write_text(f'protocol = "vr-thinker"\nurl = "{URL}"\npairs = "reference"\nboth-orders = true\n')
+    (made,) = parse_rewards([str(file)])
+    assert isinstance(made.reward, PairwiseReward)
+    assert made.reward.pairs(2) == [(0, 2), (1, 2), (2, 0), (2, 1)]
+
+
 def test_settings_reach_the_protocol(tmp_path):
     """Frames, turns, tokens, the scale, the expectation, and words of one's own."""
     words = tmp_path / "w.txt"
@@ -117,7 +125,7 @@ def test_a_wrong_judge_is_one_sentence(given, sentence):
         ('protocol = "unified-reward-2"\nurl = "http://x"\npairs = 4', "pairs: unified-reward-2 has no use for it"),
         ('protocol = "vr-thinker"\nurl = "http://x"\nexpectation = true', "expectation: vr-thinker has no use for it"),
         ('protocol = "vr-thinker"\nurl = "http://x"\nturns = 0', "turns: expected an integer of at least 1, got 0"),
-        ('protocol = "vr-thinker"\nurl = "http://x"\npairs = "most"', "pairs: expected one of all, anchor or an"),
+        ('protocol = "vr-thinker"\nurl = "http://x"\npairs = "most"', "pairs: expected one of all, anchor, refe"),
         ('protocol = "vr-thinker"\nurl = "http://x"\ntemplate = "no.txt"', "template: cannot read "),
         ('protocol = "custom-score"\nurl = "http://x"\nscale = [5, 1]', "template, answer: custom-score needs both"),
         ('protocol = "vr-thinker"\nurl = "http://x"\nname = "a/b"', "name: expected letters, digits, "),

@@ -14,13 +14,14 @@ from asyncflow.testing import VirtualLoop
 from engines.orders import JudgeOrder
 from engines.rank import JudgeEngine
 from engines.rewards.base import Effort, Outcome
-from engines.rewards.chat.base import Ask, Busy, ChatEngine, Refused, Reply, Unreachable
+from engines.rewards.chat.base import Ask, Busy, ChatEngine, Died, Refused, Reply, Unreachable
 from engines.rewards.judges import ChatJudge, ComparingJudge, ScoringJudge
 from engines.rewards.judging import ATTEMPTS, Judging
-from engines.rewards.pairs import scheme
+from engines.rewards.pairs import pairs_of, scheme
 from engines.rewards.protocols.base import Case
 from engines.rewards.protocols.unified_flex import UnifiedRewardFlex
 from engines.rewards.protocols.unified_think import UnifiedRewardThink
+from engines.rewards.testing import BrightnessDuel
 
 ONE = Reply("<answer>Video 1 is better</answer>", tokens=7)
 TWO = Reply("<answer>Video 2 is better</answer>", tokens=9)
@@ -40,7 +41,7 @@ class Script(ChatEngine):
     most: int = 0
     is_open: bool = False
 
-    async def start(self, device: torch.device) -> None:
+    async def start(self, device: torch.device, cache_bytes: int) -> None:
         self.is_open = True
         if "start" in self.answers:
             raise self.answers["start"][0]
@@ -103,6 +104,33 @@ def test_a_reply_that_stays_bad_is_invalid_with_its_class(replies, reason):
     engine = Script({"a": replies, "b": [ONE]})
     (bad, effort), (good, _) = judge(engine, "ab")
     assert bad == Invalid(reason) and effort.turns == 2 and good == 1.0
+
+
+def died(restarts: list[float]) -> Died:
+    """The engine's end; to start it again takes 50 seconds, noted in `restarts`."""
+
+    async def restart() -> None:
+        await asyncio.sleep(50)
+        restarts.append(asyncio.get_running_loop().time())
+
+    return Died("the engine ended", restart)
+
+
+def test_a_dead_engine_is_started_again_once_for_all_that_it_left():
+    """Who had an outcome keeps it; the others begin anew, each with its whole deadline, which no restart eats up."""
+    restarts: list[float] = []
+    engine = Script({"a": [ONE], "b": [died(restarts), TWO], "c": [died(restarts), ONE], "d": [TWO]})
+    judged = judge(engine, "abcd", concurrency=2, deadline=10)
+    assert [outcome for outcome, _ in judged] == [1.0, 0.0, 1.0, 0.0]
+    assert restarts == [52] and engine.times == [0, 0, 1, 1, 52, 52]
+    assert [effort.seconds for _, effort in judged] == [1.0] * 4
+
+
+def test_an_engine_that_dies_again_ends_the_run():
+    restarts: list[float] = []
+    with pytest.raises(RewardError, match="^the engine ended, and once more after it was started again"):
+        judge(Script({"a": [ONE], "b": [died(restarts)]}), "ab")
+    assert len(restarts) == 1
 
 
 def test_the_second_attempt_has_the_protocols_schema():
@@ -270,6 +298,30 @@ def test_anchor_and_both_orders():
     assert scheme("anchor", 4, both_orders=False) == [(0, 1), (0, 2), (0, 3)]
     assert scheme("anchor", 3, both_orders=True) == [(0, 1), (0, 2), (1, 0), (2, 0)]
     assert len(set(scheme("all", 5, both_orders=True))) == 20
+
+
+def test_against_the_base_model():
+    """Its video is at the group's size, and second for all unless both are."""
+    assert scheme("reference", 3, both_orders=False) == [(0, 3), (1, 3), (2, 3)]
+    assert scheme("reference", 2, both_orders=True) == [(0, 2), (1, 2), (2, 0), (2, 1)]
+    reward = comparing(Script({}), opponents="reference", both_orders=True)
+    points = {(0, 2): 1.0, (2, 0): 0.5, (1, 2): Invalid("parse: hm"), (2, 1): 1.0}
+    assert pairs_of(reward, 2) == sorted(points)
+    assert reward.rewards(points, 2) == [0.75, 0.0], "a reward for each candidate, and none for the base model"
+
+
+@pytest.mark.parametrize(
+    "wrong", [[], [(0, 1)], [(0, 1), (1, 2), (1, 1)], [(0, 1), (1, 2), (0, 1)], [(0, 1), (1, 2), (2, 4)], [(-1, 2)]]
+)
+def test_pairs_of_ones_own_that_cannot_be(wrong):
+    """Somebody meets nobody, himself, or one who is not there, or somebody twice: a sentence says what may be."""
+
+    class Own(BrightnessDuel):
+        def pairs(self, group_size: int) -> list[tuple[int, int]]:
+            return wrong
+
+    with pytest.raises(ConfigError, match=r"^--reward: pairs\(3\) of brightness-duel must have each candidate from 0 "):
+        pairs_of(Own(), 3)
 
 
 @pytest.mark.parametrize(("size", "opponents"), [(4, 4), (5, 3), (2, 2), (3, 1)])

@@ -2,7 +2,7 @@
 
 Of a judge that writes the name is its protocol, and the place is the address of an OpenAI-compatible endpoint, or a
 folder with a model to load into the reward rank. The file says the same by its keys `protocol`, `url` and `model`; what
-it names by a relative path lies beside it. A CLIP reward has a folder.
+it names by a relative path lies beside it. CLIP rewards and VideoAlign have a folder.
 """
 
 import importlib.util
@@ -11,13 +11,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from asyncflow.config import resolve, suggestion
 from asyncflow.errors import ConfigError
-from engines.rewards.base import Reward
+from engines.rewards.base import Needs, Reward
 from engines.rewards.chat.base import ChatEngine
-from engines.rewards.chat.in_process import InProcess, check_folder
+from engines.rewards.chat.in_process import BATCH, InProcess, check_folder
+from engines.rewards.chat.vllm import BATCHED_TOKENS, Vllm
 from engines.rewards.clip import ClipReward, HPSv2, PickScore
-from engines.rewards.judges import ChatJudge, ComparingJudge, ScoringJudge
+from engines.rewards.footprint import in_process_needs, vllm_needs
+from engines.rewards.judges import ChatJudge, ComparingJudge, ScoringJudge, no_needs
 from engines.rewards.protocols.base import TEMPLATES, ChatProtocol, read_template
 from engines.rewards.protocols.custom import CustomCompare, CustomScore
 from engines.rewards.protocols.unified_flex import UnifiedRewardFlex
@@ -25,18 +29,23 @@ from engines.rewards.protocols.unified_score import UnifiedRewardScore
 from engines.rewards.protocols.unified_think import UnifiedRewardThink
 from engines.rewards.protocols.vr_thinker import CARD_2026, PAPER, VRThinker
 from engines.rewards.settings import PROTOCOLS, JudgeSettings
+from engines.rewards.videoalign import VARIANTS, VideoAlign
+from engines.toy import JUDGE
 
 CLIP: dict[str, type[ClipReward]] = {reward.name: reward for reward in (HPSv2, PickScore)}
-KNOWN = (*PROTOCOLS, *CLIP)
+KNOWN = (*PROTOCOLS, *CLIP, *VARIANTS)
+SHIPPED = {"toy-judge": str(JUDGE)}
+"""Files of judges that come with their models, by the names under which they are built in."""
 
 
 def is_judge(specification: str) -> bool:
     """Whether a reward's specification, without its weight, is that of a judge with a model."""
-    return "@" in specification or specification.endswith(".toml")
+    return "@" in specification or specification.endswith(".toml") or specification in SHIPPED
 
 
 def make_judge(specification: str) -> Reward:
-    """The judge of `NAME@PLACE` or `FILE.toml`, not loaded yet. Raises ConfigError."""
+    """The judge of `NAME@PLACE`, `FILE.toml` or a name in `SHIPPED`, not loaded yet. Raises ConfigError."""
+    specification = SHIPPED.get(specification, specification)
     try:
         if specification.endswith(".toml"):
             if not Path(specification).is_file():
@@ -45,6 +54,8 @@ def make_judge(specification: str) -> Reward:
         name, _, place = specification.partition("@")
         if name in CLIP:
             return CLIP[name](Path(place))
+        if name in VARIANTS:
+            return VideoAlign(Path(place), name)
         return _judge(_short(name, place), Path())
     except ConfigError as error:
         raise ConfigError(f"--reward {specification}: {str(error).removeprefix(f'{specification}: ')}") from None
@@ -62,14 +73,18 @@ def _short(protocol: str, place: str) -> JudgeSettings:
 
 def _judge(settings: JudgeSettings, folder: Path) -> Reward:
     protocol = _protocol(settings, folder)
-    engine = _engine(settings, folder)
-    chat = ChatJudge(engine, protocol, concurrency=settings.concurrency, deadline=settings.deadline)
+    engine, needs = _engine(settings, folder, protocol)
+    chat = ChatJudge(engine, protocol, concurrency=settings.concurrency, deadline=settings.deadline, needs=needs)
     name = settings.name or str(settings.protocol)
+    judge: Reward
     if protocol.videos == 1:
-        return ScoringJudge(name, chat, on_invalid=settings.on_invalid)
-    return ComparingJudge(
-        name, chat, on_invalid=settings.on_invalid, opponents=settings.pairs, both_orders=settings.both_orders
-    )
+        judge = ScoringJudge(name, chat, on_invalid=settings.on_invalid)
+    else:
+        judge = ComparingJudge(
+            name, chat, on_invalid=settings.on_invalid, opponents=settings.pairs, both_orders=settings.both_orders
+        )
+    judge.max_invalid = settings.max_invalid
+    return judge
 
 
 def _protocol(settings: JudgeSettings, folder: Path) -> ChatProtocol:
@@ -104,13 +119,25 @@ def _pattern(answer: str) -> re.Pattern[str]:
     return pattern
 
 
-def _engine(settings: JudgeSettings, folder: Path) -> Callable[[], ChatEngine]:
+def _engine(
+    settings: JudgeSettings, folder: Path, protocol: ChatProtocol
+) -> tuple[Callable[[], ChatEngine], Callable[[int, int, torch.device], Needs]]:
+    """How the engine is made, and what it will take."""
     if not settings.url:
         model = folder / settings.model
-        check_folder(model)
-        return partial(InProcess, model)
+        has_vllm = importlib.util.find_spec("vllm") is not None
+        if settings.engine == "transformers" or (settings.engine is None and not has_vllm):
+            check_folder(model)
+            rows = min(BATCH, settings.concurrency)
+            return partial(InProcess, model), partial(in_process_needs, model, protocol, rows)
+        if not has_vllm:
+            raise ConfigError("engine: vllm is not installed: pip install 'asyncflow[judges]'")
+        if not (model / "config.json").is_file():
+            raise ConfigError(f"model: {model} has no config.json; give the folder of a vision-language model")
+        engine = partial(Vllm, model, images=protocol.images, concurrency=settings.concurrency)
+        return engine, partial(vllm_needs, model, protocol, settings.concurrency, BATCHED_TOKENS)
     if importlib.util.find_spec("openai") is None:
         raise ConfigError("an endpoint needs the package openai: pip install 'asyncflow[openai]'")
     from engines.rewards.chat.endpoint import Endpoint
 
-    return partial(Endpoint, settings.url, settings.model)
+    return partial(Endpoint, settings.url, settings.model), no_needs

@@ -9,37 +9,51 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
+import uvloop
 from torch import Tensor
 
 from asyncflow.errors import RewardError
-from engines.rewards.base import Effort, OnInvalid, Outcome, PairwiseReward, PointwiseReward, Reward
+from engines.rewards.base import Effort, Needs, OnInvalid, Outcome, PairwiseReward, PointwiseReward, Reward
 from engines.rewards.chat.base import Busy, ChatEngine, Refused
 from engines.rewards.judging import Judging
 from engines.rewards.pairs import scheme
 from engines.rewards.protocols.base import Case, ChatProtocol
 
 
+def no_needs(height: int, width: int, device: torch.device) -> Needs:
+    """Of an engine that is somewhere else."""
+    return Needs()
+
+
 class ChatJudge:
     """A protocol on an engine, in an event loop of its own."""
 
     def __init__(
-        self, make_engine: Callable[[], ChatEngine], protocol: ChatProtocol, *, concurrency: int, deadline: float
+        self,
+        make_engine: Callable[[], ChatEngine],
+        protocol: ChatProtocol,
+        *,
+        concurrency: int,
+        deadline: float,
+        needs: Callable[[int, int, torch.device], Needs] = no_needs,
     ) -> None:
         self._make_engine = make_engine
         self._protocol = protocol
         self._concurrency = concurrency
         self._deadline = deadline
+        self.needs = needs
+        """What the engine will take; see `Reward`."""
         self._runner: asyncio.Runner | None = None
 
-    def load(self, device: torch.device) -> None:
+    def load(self, device: torch.device, cache_bytes: int) -> None:
         """Start the engine. Raises RewardError if it does not answer."""
         engine = self._make_engine()
         self._judging = Judging(engine, self._protocol, self._concurrency, self._deadline)
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         with ExitStack() as failed:
             failed.callback(self.close)
             try:
-                self._runner.run(engine.start(device))
+                self._runner.run(engine.start(device, cache_bytes))
             except (Busy, Refused) as error:
                 raise RewardError(f"{error}; start it, or correct the reward's address") from None
             failed.pop_all()
@@ -49,6 +63,11 @@ class ChatJudge:
         assert self._runner, "the judge is not loaded"
         judged = self._runner.run(self._judging.judge(cases, progress))
         return [outcome for outcome, _ in judged], [effort for _, effort in judged]
+
+    def rest(self) -> None:
+        """Let the engine rest."""
+        assert self._runner, "the judge is not loaded"
+        self._runner.run(self._judging.engine.rest())
 
     def close(self) -> None:
         """Close the engine and the loop."""
@@ -66,9 +85,17 @@ class WritingJudge(Reward):
         self.on_invalid = on_invalid
         self._chat = chat
 
+    def needs(self, height: int, width: int, device: torch.device) -> Needs:
+        """See `Reward`. Raises ConfigError where the judge's folder does not tell."""
+        return self._chat.needs(height, width, device)
+
     def load(self, device: torch.device) -> None:
         """See `Reward`."""
-        self._chat.load(device)
+        self._chat.load(device, self.cache_bytes)
+
+    def rest(self) -> None:
+        """See `Reward`."""
+        self._chat.rest()
 
     def close(self) -> None:
         """See `Reward`."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from asyncflow.engine import Invalid
 from asyncflow.errors import RewardError
 from engines.rewards.base import Effort, Outcome
-from engines.rewards.chat.base import Ask, Busy, ChatEngine, Refused, Reply, Unreachable
+from engines.rewards.chat.base import Ask, Busy, ChatEngine, Died, Refused, Reply, Unreachable
 from engines.rewards.protocols.base import Case, ChatProtocol, invalid
 
 ATTEMPTS = 8
@@ -37,22 +37,37 @@ class Judging:
         """The outcome of each case, and what it took. They begin in order, so that neighbours can share a prefix.
 
         Calls `progress` every second: since every conversation has its deadline, nothing hangs while the loop turns.
-        Raises RewardError if nothing can be judged any more.
+        Where the engine died it is started again, once, for the cases that it left. Raises RewardError if nothing can
+        be judged any more.
         """
-        places = asyncio.Semaphore(self.concurrency)
         beating = asyncio.create_task(_beat(progress))
+        try:
+            judged = await self._converse_all(cases)
+            if died := next((made for made in judged if isinstance(made, Died)), None):
+                await died.restart()
+                left = [place for place, made in enumerate(judged) if isinstance(made, Died)]
+                again = await self._converse_all([cases[place] for place in left])
+                for place, made in zip(left, again, strict=True):
+                    judged[place] = made
+        finally:
+            beating.cancel()
+        return [_alive(made) for made in judged]
 
-        async def one(case: Case) -> tuple[Outcome, Effort]:
+    async def _converse_all(self, cases: Sequence[Case]) -> list[tuple[Outcome, Effort] | Died]:
+        places = asyncio.Semaphore(self.concurrency)
+
+        async def one(case: Case) -> tuple[Outcome, Effort] | Died:
             async with places:
-                return await self._converse(case)
+                try:
+                    return await self._converse(case)
+                except Died as error:
+                    return error
 
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(case)) for case in cases]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        finally:
-            beating.cancel()
         return [task.result() for task in tasks]
 
     async def _converse(self, case: Case) -> tuple[Outcome, Effort]:
@@ -121,6 +136,12 @@ class _Conversation:
                 self.tokens += reply.tokens
                 self.turns += 1
                 return reply
+
+
+def _alive(judged: tuple[Outcome, Effort] | Died) -> tuple[Outcome, Effort]:
+    if isinstance(judged, Died):
+        raise RewardError(f"{judged}, and once more after it was started again; see above for why")
+    return judged
 
 
 def _dead(error: Unreachable) -> RewardError:

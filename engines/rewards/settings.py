@@ -43,6 +43,10 @@ class JudgeSettings(Struct, frozen=True, kw_only=True):
     model: Annotated[
         str, Meta(description="With a url the model's name there, empty for the only one; else a model's folder.")
     ] = ""
+    engine: Annotated[
+        Literal["vllm", "transformers"] | None,
+        Meta(description="What runs the folder's model; by default vllm where it is installed."),
+    ] = None
     template: Annotated[str, Meta(description="File with your own words, {prompt} standing for the prompt.")] = ""
     answer: Annotated[str, Meta(description="Regular expression whose one group is the answer.")] = ""
     scale: Annotated[tuple[float, float], Meta(description="The worst and the best score of an answer.")] = (1.0, 10.0)
@@ -59,13 +63,19 @@ class JudgeSettings(Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1)] | None, Meta(description="Tokens of a reply; by default the protocol's.")
     ] = None
     pairs: Annotated[
-        Literal["all", "anchor"] | Annotated[int, Meta(ge=1)],
-        Meta(description="Whom a candidate meets: all others, the first candidate, or so many others."),
+        Literal["all", "anchor", "reference"] | Annotated[int, Meta(ge=1)],
+        Meta(
+            description="Whom a candidate meets: all others, the first candidate, a video of the base model, or so "
+            "many others."
+        ),
     ] = "all"
     both_orders: Annotated[bool, Meta(description="Compare each pair a second time, the other way round.")] = False
     on_invalid: Annotated[
         OnInvalid, Meta(description="Whether a candidate without a reward is dropped, or its group, or the run ends.")
     ] = "drop-candidate"
+    max_invalid: Annotated[
+        float, Meta(ge=0, le=1, description="Share of some steps' judgements that may be invalid; more ends the run.")
+    ] = 0.3
     concurrency: Annotated[int, Meta(ge=1, description="Conversations at once.")] = 16
     deadline: Annotated[float, Meta(gt=0, description="Seconds for a judgement, all turns together.")] = 300.0
 
@@ -82,6 +92,8 @@ class JudgeSettings(Struct, frozen=True, kw_only=True):
             raise ConfigError(f"name: expected letters, digits, '.', '-' and '_', got {self.name}")
         if not self.url and not self.model:
             raise ConfigError("url, model: give the url of an endpoint, or as model a folder to load")
+        if self.url and self.engine:
+            raise ConfigError(f"engine: the url's server runs the model; leave {self.engine} out, or the url")
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"url: expected http://HOST:PORT/v1 or the like, got {self.url}")
         if not self.scale[0] < self.scale[1]:

@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from asyncflow.engine import Invalid
+from asyncflow.errors import RewardError
 from engines.rewards.base import Outcome, PairwiseReward, PointwiseReward
+from engines.rewards.pairs import REFERENCE, scheme
 
 
 class Brightness(PointwiseReward):
@@ -32,6 +34,16 @@ class BrightnessDuel(PairwiseReward):
     def compare(self, videos: Sequence[tuple[Tensor, Tensor]], prompts: Sequence[str]) -> list[Outcome]:
         """See `PairwiseReward`."""
         return [float(first.double().mean() > second.double().mean()) for first, second in videos]
+
+
+class BaseDuel(BrightnessDuel):
+    """The same, of each candidate and the base model's video."""
+
+    name = "base-duel"
+
+    def pairs(self, group_size: int) -> list[tuple[int, int]]:
+        """See `PairwiseReward`."""
+        return scheme(REFERENCE, group_size, both_orders=True)
 
 
 class NotANumber(Brightness):
@@ -58,6 +70,37 @@ class Blind(Brightness):
         ]
 
 
+class Unfit(Blind):
+    """The same, where that is not to happen often."""
+
+    name = "unfit"
+    max_invalid = 0.3
+
+
+class Level(Brightness):
+    """Finds all videos alike."""
+
+    name = "level"
+
+    def score(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> list[Outcome]:
+        """See `PointwiseReward`."""
+        return [0.5 for _ in videos]
+
+
+class Mortal(Brightness):
+    """Like an engine that is gone after 40 videos."""
+
+    name = "mortal"
+    videos = 40
+
+    def score(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> list[Outcome]:
+        """See `PointwiseReward`."""
+        self.videos -= len(videos)
+        if self.videos < 0:
+            raise RewardError("the endpoint does not answer, and went on so")
+        return super().score(videos, prompts)
+
+
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>")  # fmt: skip
 CHAT = """{% for message in messages %}<|im_start|>{{ message.role }}
@@ -80,14 +123,14 @@ def save_tiny_judge(folder: Path, seed: int = 0) -> None:
     tokenizer.save_pretrained(folder)
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL}
     text = {
-        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192,
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8192,
         "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
     }  # fmt: skip
     vision = {
         "depth": 1, "fullatt_block_indexes": [0], "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
-        "out_hidden_size": 32, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 32,
+        "out_hidden_size": 64, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 32,
     }  # fmt: skip
     config = Qwen2_5_VLConfig(
         text_config=text,

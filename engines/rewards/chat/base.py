@@ -6,7 +6,7 @@ cancel a `complete` aborts it; what goes wrong is one of the exceptions below, b
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,16 +65,27 @@ class Unreachable(Busy):
     """Nobody answers: if that stays so, nothing can be judged any more."""
 
 
+class Died(Exception):
+    """The engine ended, and with it every ask under way. `restart` starts it again."""
+
+    def __init__(self, reason: str, restart: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(reason)
+        self.restart = restart
+
+
 class ChatEngine(ABC):
     """Completes conversations. All its methods are awaited in one event loop, which runs only while one is."""
 
     @abstractmethod
-    async def start(self, device: torch.device) -> None:
-        """Be ready to answer. Raises RewardError, or one of the exceptions above."""
+    async def start(self, device: torch.device, cache_bytes: int) -> None:
+        """Be ready to answer, with so much for a KV cache. Raises RewardError, or one of the exceptions above."""
 
     @abstractmethod
     async def complete(self, ask: Ask) -> Reply:
-        """Answer. Raises Refused, Busy, Unreachable, or RewardError where no ask will ever be answered."""
+        """Answer. Raises Refused, Busy, Unreachable, Died, or RewardError where no ask will ever be answered."""
+
+    async def rest(self) -> None:  # noqa: B027 - most hold nothing that they could give back
+        """Give back what memory it can until the next `complete`."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -41,7 +41,7 @@ class Endpoint(ChatEngine):
             base_url=url, api_key=os.environ.get("OPENAI_API_KEY") or "none", max_retries=0, timeout=None
         )
 
-    async def start(self, device: torch.device) -> None:
+    async def start(self, device: torch.device, cache_bytes: int) -> None:
         """See `ChatEngine`: find the model."""
         try:
             async with asyncio.timeout(START_S):

@@ -43,7 +43,7 @@ class InProcess(ChatEngine):
         self._waiting: list[tuple[Ask, asyncio.Future[Reply]]] = []
         self._serving: asyncio.Task[None] | None = None
 
-    async def start(self, device: torch.device) -> None:
+    async def start(self, device: torch.device, cache_bytes: int) -> None:
         """See `ChatEngine`: load the model."""
         try:
             self._model = await asyncio.get_running_loop().run_in_executor(
