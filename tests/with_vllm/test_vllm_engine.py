@@ -2,22 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from asyncflow.errors import RewardError
 from engines.rewards.chat.base import Ask, Message, Refused
 from engines.rewards.chat.vllm import Vllm
-from tests.with_vllm.judge_script import CACHE_BYTES, CPU, Judge, asking, begun, environment, frame, long, unfinished
-
-
-@pytest.fixture(scope="module")
-def judge(folder: Path) -> Iterator[Judge]:
-    made = Judge(folder)
-    yield made
-    made.close()
+from tests.with_vllm.judge_script import CACHE_BYTES, CPU, asking, begun, environment, frame, long, unfinished
 
 
 def test_the_environment_is_as_before(judge):

@@ -6,6 +6,7 @@ start new ones. Asking imports vLLM, and nothing before.
 """
 
 import asyncio
+import gc
 import multiprocessing
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -116,6 +117,7 @@ class Vllm(ChatEngine):
             await self._in_thread(self._llm.shutdown)
             multiprocessing.active_children()  # which waits for one that was killed
             self._llm = None
+            gc.collect()  # its cycles, which would complain at this process's end
 
     def _in_thread(self, call: Any) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(self._thread, call)
