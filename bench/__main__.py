@@ -6,6 +6,7 @@ from bench.dispatch import dispatch
 from bench.emulate import emulate
 from bench.fidelity import fidelity
 from bench.figures import figures
+from bench.judge import judge
 from bench.learning import learning
 from bench.replay import replay
 from bench.samples import samples
@@ -19,7 +20,7 @@ def bench() -> None:
     """Measure asyncflow; every number in its documents is printed by one of these."""
 
 
-for command in (dispatch, emulate, fidelity, figures, learning, replay, samples, schedules, timeline, transport):
+for command in (dispatch, emulate, fidelity, figures, judge, learning, replay, samples, schedules, timeline, transport):
     bench.add_command(command)
 
 if __name__ == "__main__":

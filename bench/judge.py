@@ -1,95 +1,170 @@
-"""A judge that costs what a reasoning judge costs: a tiny vision-language model thinks, the pixel judge decides.
+"""What judging takes: pairs in the order of their prefixes and shuffled, and scores in batches and one by one.
 
-The score is the pixel judge's colour score, so it depends on neither the thinking nor the batch; the thinking is real:
-a Qwen2.5-VL with random weights sees the frames and generates `TOKENS` tokens for the whole batch at once. Given as
-`--reward bench.judge:ReasoningJudge`; `bench.schedules` chooses the tokens.
+Pairs are compared by a tiny model of random weights, whatever it writes, and every video is new to it; scores are those
+of the toy's own judge. Where vLLM is installed it is measured beside the engine in the process.
 """
 
-import os
-from collections.abc import Sequence
+import asyncio
+import importlib.util
+import random
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import combinations, product
+from pathlib import Path
+from statistics import median
 
+import click
 import torch
-from torch import Tensor
-from torch.nn.functional import interpolate
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+import uvloop
+from transformers.utils import logging as transformers_logging
 
-from engines.rewards.base import Outcome
-from engines.rewards.toy import Colour
+from bench.table import Row, report, spread
+from engines.rewards.base import Outcome, PointwiseReward
+from engines.rewards.chat.base import Ask, ChatEngine, Message, Reply
+from engines.rewards.chat.in_process import InProcess
+from engines.rewards.chat.vllm import BATCHED_TOKENS, Vllm
+from engines.rewards.footprint import vllm_needs
+from engines.rewards.judging import Judging
+from engines.rewards.protocols.base import Case, ChatProtocol
+from engines.rewards.registry import parse_rewards
+from engines.rewards.testing import save_tiny_judge
+from engines.toy import JUDGE
+from engines.toy.videos import all_prompts, render
 
-TOKENS = "ASYNCFLOW_BENCH_TOKENS"
-"""The environment variable that says how many tokens are generated for each video; 32 without it."""
-SIDE, PATCH, MERGE, PAIR = 32, 8, 2, 2  # pixels a side, pixels a patch, patches a token's side, frames a patch
-EVERY = 4  # the judge looks at every 4th frame
-SEES, SAW, VIDEO, VOCABULARY = 123, 124, 126, 128
-
-
-def tiny_model() -> Qwen2_5_VLForConditionalGeneration:
-    """A Qwen2.5-VL of 4 layers and width 128, its weights drawn from a fixed seed; it never ends a sentence early."""
-    text = {
-        "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
-    }  # fmt: skip
-    vision = {
-        "depth": 2, "fullatt_block_indexes": [1], "hidden_size": 128, "intermediate_size": 256, "num_heads": 4,
-        "out_hidden_size": 128, "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": PAIR,
-        "window_size": 2 * PATCH * MERGE,
-    }  # fmt: skip
-    config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, image_token_id=125, video_token_id=VIDEO,
-        vision_start_token_id=SEES, vision_end_token_id=SAW,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Qwen2_5_VLForConditionalGeneration(config)
+CPU = torch.device("cpu")
+GROUP, FRAMES, SIDE = 8, 8, 112
+"""Candidates, frames shown of each, and their height and width, which make 49 tokens."""
+TOKENS = 12
+"""The length of a reply."""
+PAIRS = list(combinations(range(GROUP), 2))
+AT_ONCE = 8
+"""Conversations, for which there is a KV cache."""
+SCORED, BATCHES = 32, (32, 8, 1)
+"""Videos, and how many of them are judged together."""
 
 
-def patches(videos: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Videos, uint8 [T, H, W, 3] of one length, as Qwen2.5-VL takes them: patches [N, D] and grids [B, 3].
+class Timed(ChatProtocol):
+    """Asks for a reply about two videos, takes any for a tie, and notes when it came."""
 
-    The order of the patches is that of transformers' Qwen2VLVideoProcessor, which would need torchvision.
-    """
-    seen = torch.stack([video[::EVERY] for video in videos]).float() / 127.5 - 1
-    seen = seen[:, : len(seen[0]) // PAIR * PAIR]
-    batch, frames = seen.shape[:2]
-    pixels = interpolate(seen.flatten(0, 1).permute(0, 3, 1, 2), size=(SIDE, SIDE), mode="area")
-    times, side = frames // PAIR, SIDE // PATCH
-    blocks = pixels.reshape(batch, times, PAIR, 3, side // MERGE, MERGE, PATCH, side // MERGE, MERGE, PATCH)
-    flat = blocks.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9).reshape(batch * times * side**2, 3 * PAIR * PATCH**2)
-    return flat, torch.tensor([[times, side, side]] * batch)
+    videos = 2
+    images = 2 * FRAMES
+    max_tokens = TOKENS
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def proceed(self, case: Case, replies: Sequence[Reply]) -> Ask | Outcome:
+        """See `ChatProtocol`."""
+        if replies:
+            self.times.append(time.monotonic())
+            return 0.5
+        return Ask((Message("user", (*(frame for video in case.videos for frame in video), case.prompt)),), TOKENS)
 
 
-class ReasoningJudge(Colour):
-    """The pixel judge's colour score, after some thought."""
+@click.command()
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="File to write the tables to.")
+@click.option("--rounds", default=5, show_default=True, help="Times each row is measured, in turn.")
+def judge(json_file: Path | None, rounds: int) -> None:
+    """Judge pairs and videos with every engine there is."""
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
+    report(f"judge: the {len(PAIRS)} pairs of a group of {GROUP}", _pairs(rounds), json_file)
+    scores = json_file.with_stem(f"{json_file.stem}-scores") if json_file else None
+    report(f"judge: {SCORED} videos, scored by the toy's judge", _scores(rounds), scores)
 
-    name = "reasoning"
 
-    def load(self, device: torch.device) -> None:
-        """See `Reward`."""
-        self._model = tiny_model().eval().to(device)
-        self._tokens = int(os.environ.get(TOKENS, "32"))
+def _engines() -> list[str]:
+    return ["transformers", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
 
-    def score(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> list[Outcome]:
-        """See `PointwiseReward`."""
-        self.think(videos)
-        return super().score(videos, prompts)
 
-    @torch.inference_mode()
-    def think(self, videos: Sequence[Tensor]) -> Tensor:
-        """The tokens [B, L] of question and thought, greedily generated, always the same number of them."""
-        device = self._model.device
-        pixels, grids = patches(videos)
-        looks = int(grids[0].prod()) // MERGE**2
-        question = torch.tensor([[1, SEES, *[VIDEO] * looks, SAW, 2]] * len(videos), device=device)
-        return self._model.generate(
-            input_ids=question,
-            attention_mask=torch.ones_like(question),
-            mm_token_type_ids=(question == VIDEO) * 2,
-            pixel_values_videos=pixels.to(device),
-            video_grid_thw=grids.to(device),
-            second_per_grid_ts=[1.0] * len(videos),
-            do_sample=False,
-            min_new_tokens=self._tokens,
-            max_new_tokens=self._tokens,
-        )
+def _pairs(rounds: int) -> list[Row]:
+    """Rows of the pairs in either order, for each engine; each group's videos are new."""
+    samples: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    orders = {"by first video": PAIRS, "shuffled": random.Random(0).sample(PAIRS, len(PAIRS))}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        save_tiny_judge(Path(folder), layers=4, width=256, pixels=SIDE**2)
+        engines = {name: stack.enter_context(_served(name, Path(folder))) for name in _engines()}
+        for place, (name, order) in product(range(rounds + 1), product(engines, orders)):
+            videos = torch.randint(256, (GROUP, FRAMES, SIDE, SIDE, 3), dtype=torch.uint8)
+            cases = [Case((videos[first], videos[second]), f"{first} {second}") for first, second in orders[order]]
+            protocol = Timed()
+            began = time.monotonic()
+            engines[name](protocol, cases)
+            if place:  # the first round warms up
+                samples[name, order]["pairs/s"].append(len(cases) / (time.monotonic() - began))
+                samples[name, order]["first verdict s"].append(protocol.times[0] - began)
+    return [
+        {"engine": name, "order": order, "n": rounds, **_middles(of_row)} for (name, order), of_row in samples.items()
+    ]
+
+
+@contextmanager
+def _served(name: str, folder: Path) -> Iterator[Callable[[ChatProtocol, Sequence[Case]], object]]:
+    """Call it to have cases judged by the model in `folder`, `AT_ONCE` at a time."""
+    protocol, cache = Timed(), 0
+    engine: ChatEngine = InProcess(folder)
+    if name == "vllm":
+        cache = vllm_needs(folder, protocol, AT_ONCE, BATCHED_TOKENS, SIDE, SIDE, CPU).most_cache
+        engine = Vllm(folder, images=protocol.images, concurrency=AT_ONCE)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(engine.start(CPU, cache))
+        try:
+            yield lambda protocol, cases: runner.run(
+                Judging(engine, protocol, AT_ONCE, deadline=600).judge(cases, lambda: None)
+            )
+        finally:
+            runner.run(engine.close())
+
+
+def _scores(rounds: int) -> list[Row]:
+    """Rows of the toy's judge on videos that it was made for, in batches of several sizes."""
+    prompts = (all_prompts() * SCORED)[:SCORED]
+    samples: dict[tuple[str, int], list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        judges = {name: stack.enter_context(_toy_judge(name, Path(folder))) for name in _engines()}
+        for place, (name, batch) in product(range(rounds + 1), product(judges, BATCHES)):
+            videos = list(render(prompts, torch.Generator().manual_seed(place)))
+            began = time.monotonic()
+            for first in range(0, SCORED, batch):
+                judges[name].score(videos[first : first + batch], prompts[first : first + batch])
+            if place:
+                samples[name, batch].append(SCORED / (time.monotonic() - began))
+    return [
+        {
+            "engine": name,
+            "videos at once": batch,
+            "n": rounds,
+            **_middles({"videos/s": of_row}),
+            "speedup": median(of_row) / median(samples[name, 1]),
+        }
+        for (name, batch), of_row in samples.items()
+    ]
+
+
+@contextmanager
+def _toy_judge(name: str, folder: Path) -> Iterator[PointwiseReward]:
+    settings = JUDGE.read_text().replace('"transformers"', f'"{name}"')
+    for file in ("judge", "judge.txt"):
+        settings = settings.replace(f'"{file}"', f'"{JUDGE.parent / file}"')
+    (folder / f"{name}.toml").write_text(settings)
+    (weighted,) = parse_rewards([str(folder / f"{name}.toml")])
+    made = weighted.reward
+    assert isinstance(made, PointwiseReward)
+    made.cache_bytes = made.needs(32, 32, CPU).most_cache
+    made.load(CPU)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _middles(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each, and the 5th and 95th percentile."""
+    made: dict[str, float] = {}
+    for name, values in samples.items():
+        found = spread(values)
+        made |= {name: found["median"], f"{name} p5": found["p5"], f"{name} p95": found["p95"]}
+    return made

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import click
 
-from bench.judge import TOKENS
+from bench.reasoning import TOKENS
 from bench.runs import Metrics, train
 from bench.table import report, spread
 
@@ -42,7 +42,7 @@ def schedules(json_file: Path | None, steps: int, rounds: int, ranks: int, promp
     """Train the toy under each schedule, in turn, so that a machine that slows down slows all of them."""
     common = [
         "--ranks", str(ranks), "--prompts-per-step", str(prompts), "--mini-batches", "2", "--eval-every", "0",
-        "--reward", "bench.judge:ReasoningJudge",
+        "--reward", "bench.reasoning:ReasoningJudge",
     ]  # fmt: skip
     tokens = calibrated(common, ranks)
     title = f"schedules: toy, {ranks} ranks, {prompts} prompts of 8 candidates in 2 mini-batches, a judge that thinks"

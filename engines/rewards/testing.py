@@ -110,8 +110,11 @@ CHAT = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endif %}"""
 
 
-def save_tiny_judge(folder: Path, seed: int = 0) -> None:
-    """Write a Qwen2.5-VL folder of 2 layers and random weights, whose tokens are ASCII letters; it writes nonsense."""
+def save_tiny_judge(folder: Path, seed: int = 0, *, layers: int = 2, width: int = 64, pixels: int = 4096) -> None:
+    """Write a Qwen2.5-VL folder of random weights, whose tokens are ASCII letters; it writes nonsense.
+
+    `width` is a multiple of 64, and `pixels` are those of the largest image.
+    """
     letters = ["Ċ", "Ġ", *map(chr, range(33, 127))]  # as ByteLevel spells newline and space
     made = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -123,14 +126,14 @@ def save_tiny_judge(folder: Path, seed: int = 0) -> None:
     tokenizer.save_pretrained(folder)
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL}
     text = {
-        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8192,
+        "vocab_size": len(tokenizer), "hidden_size": width, "intermediate_size": width, "num_hidden_layers": layers,
+        "num_attention_heads": width // 32, "num_key_value_heads": width // 64, "max_position_embeddings": 8192,
         "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
     }  # fmt: skip
     vision = {
         "depth": 1, "fullatt_block_indexes": [0], "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
-        "out_hidden_size": 64, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 32,
+        "out_hidden_size": width, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 32,
     }  # fmt: skip
     config = Qwen2_5_VLConfig(
         text_config=text,
@@ -147,7 +150,7 @@ def save_tiny_judge(folder: Path, seed: int = 0) -> None:
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
-    sizes = {"shortest_edge": 256, "longest_edge": 4096}
+    sizes = {"shortest_edge": 256, "longest_edge": pixels}
     images = {
         "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 8, "temporal_patch_size": 2, "merge_size": 2,
         "size": sizes,
