@@ -30,17 +30,25 @@ def colour_score(video: Tensor, prompt: str) -> float:
     A frame's score is its object pixels' mean closeness to the named colour (1 the same hue, 0 at 60 degrees or more),
     times how much of an object there is. Raises RewardError if the prompt does not name exactly one known colour.
     """
-    index = list(COLOURS).index(_named(prompt, COLOURS, "colour"))
-    closeness, visible = _colours(video)
-    frames = closeness[:, index] * visible
-    worst = frames.sort().values[: max(1, len(frames) // 4)]
-    return (0.5 * (frames.mean() + worst.mean())).item()
+    named = _named(prompt, COLOURS, "colour")
+    return colour_scores(video)[named]
+
+
+def colour_scores(video: Tensor) -> dict[str, float]:
+    """The video's `colour_score` for each known colour."""
+    closeness, visible = colours(video)
+    scores = {}
+    for index, name in enumerate(COLOURS):
+        frames = closeness[:, index] * visible
+        worst = frames.sort().values[: max(1, len(frames) // 4)]
+        scores[name] = (0.5 * (frames.mean() + worst.mean())).item()
+    return scores
 
 
 def colour_right(video: Tensor, prompt: str) -> bool:
     """Whether an object is visible and of the colours the named one is nearest, in at least 90 % of the frames."""
     index = list(COLOURS).index(_named(prompt, COLOURS, "colour"))
-    closeness, visible = _colours(video)
+    closeness, visible = colours(video)
     right = (closeness.argmax(dim=1) == index) & (visible >= 0.5)
     return right.float().mean().item() >= NEARLY_ALL
 
@@ -83,7 +91,7 @@ def _foreground(video: Tensor) -> tuple[Tensor, Tensor]:
     return weight, (weight.mean(dim=(1, 2)) / FULL_AREA).clamp(max=1)
 
 
-def _colours(video: Tensor) -> tuple[Tensor, Tensor]:
+def colours(video: Tensor) -> tuple[Tensor, Tensor]:
     """The object's mean closeness to each known colour, [T, colours] in [0, 1], and its visibility, [T].
 
     Pixels are compared as angles seen from the background, so that soft edges count as the colour they fade from.
@@ -98,21 +106,30 @@ def _colours(video: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _motion(video: Tensor, prompt: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Speeds along and across the named direction, in frame widths a frame, and the visibility, of each pair of frames.
-
-    On a torus a shift is a phase: that of the foreground's first Fourier coefficient along each axis. Where that is
-    small, as with a frame filled with colour or with scattered specks, there is no one object to follow.
-    """
+    """Speeds along and across the named direction, and the visibility, of `displacements`: each [pairs]."""
     along = torch.tensor(DIRECTIONS[_named(prompt, DIRECTIONS, "direction")], dtype=torch.float32)
-    weight, visible = _foreground(video)
+    moved, visible = displacements(video)
+    return moved @ along, (moved @ along.flip(0)).abs(), visible
+
+
+def displacements(video: Tensor) -> tuple[Tensor, Tensor]:
+    """Speed (x, y) from a frame to the one `LAG` later, in frame widths a frame [pairs, 2], and visibility [pairs]."""
+    wave, visible = places(video)
     lag = max(1, min(LAG, len(video) - 1))
-    spectra = torch.stack([torch.fft.fft(weight.sum(dim=axis), dim=-1)[:, :2] for axis in (1, 2)], dim=1)  # [T, xy, 2]
-    mass, wave = spectra[..., 0].abs(), spectra[..., 1]
-    compact = (wave.abs() / (FULL_CONTRAST * mass.clamp(min=1e-6))).amin(dim=1).clamp(max=1)
-    visible = visible * compact
     turns = -(wave[lag:] * wave[:-lag].conj()).angle() / (2 * math.pi * lag)  # [pairs, xy]
     if len(turns) == 0:  # a single frame shows no motion
         turns, visible = torch.zeros(1, 2), torch.zeros(1 + lag)
-    forward = turns @ along
-    sideways = (turns @ along.flip(0)).abs()
-    return forward, sideways, torch.minimum(visible[lag:], visible[:-lag])
+    return turns, torch.minimum(visible[lag:], visible[:-lag])
+
+
+def places(video: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the object is in each frame, complex [T, 2], and its visibility [T].
+
+    On a torus a place (x, y) is a phase: that of the foreground's first Fourier coefficient along each axis. Where that
+    is small, as with a frame filled with colour or with scattered specks, there is no one object to follow.
+    """
+    weight, visible = _foreground(video)
+    spectra = torch.stack([torch.fft.fft(weight.sum(dim=axis), dim=-1)[:, :2] for axis in (1, 2)], dim=1)  # [T, xy, 2]
+    mass, wave = spectra[..., 0].abs(), spectra[..., 1]
+    compact = (wave.abs() / (FULL_CONTRAST * mass.clamp(min=1e-6))).amin(dim=1).clamp(max=1)
+    return wave, visible * compact

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from asyncflow.config import suggestion
 from asyncflow.errors import ConfigError
 from engines.rewards.base import PairwiseReward, PointwiseReward, Reward
-from engines.rewards.build import KNOWN, is_judge, make_judge
+from engines.rewards.build import KNOWN, SHIPPED, is_judge, make_judge
 from engines.rewards.ocr import Ocr
 from engines.rewards.toy import Colour, ColourDuel, Motion
 
 BUILT_IN: dict[str, type[Reward]] = {reward.name: reward for reward in (Colour, Motion, ColourDuel, Ocr)}
+NAMES = (*BUILT_IN, *SHIPPED)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def parse_rewards(specifications: Sequence[str]) -> list[WeightedReward]:
     rewards = [_parse(specification) for specification in specifications]
     names = [reward.name for reward in rewards]
     if not rewards:
-        raise ConfigError(f"--reward: expected at least one reward; built in are {', '.join(sorted(BUILT_IN))}")
+        raise ConfigError(f"--reward: expected at least one reward; built in are {', '.join(sorted(NAMES))}")
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"--reward: {name} is given twice; give it once, with =WEIGHT")
@@ -61,7 +62,7 @@ def _parse(specification: str) -> WeightedReward:
         return WeightedReward(make_judge(name), weight)
     kind = _import(name) if ":" in name else BUILT_IN.get(name)
     if kind is None:
-        known = [*BUILT_IN, *(f"{judge}@PLACE" for judge in KNOWN if not judge.startswith("custom"))]
+        known = [*NAMES, *(f"{judge}@PLACE" for judge in KNOWN if not judge.startswith("custom"))]
         raise ConfigError(f'--reward: unknown reward "{name}"{suggestion(name, known)}; or give module:Class')
     return WeightedReward(kind(), weight)
 

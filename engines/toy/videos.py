@@ -70,14 +70,22 @@ def render(prompts: Sequence[str], generator: torch.Generator, frames: int = FRA
     speed = torch.empty(n, 1).uniform_(*SPEED, generator=generator)
     start = torch.empty(n, 2).uniform_(0, SIZE, generator=generator)
 
-    centre = start[:, None] + (direction * speed)[:, None] * torch.arange(frames)[:, None]  # [N, T, 2]
+    centre = start[:, None] + (direction * speed)[:, None] * torch.arange(frames)[:, None]
+    return paint(centre, colour[:, None].expand(-1, frames, -1), shape, radius)
+
+
+def paint(centre: Tensor, colour: Tensor, shape: Tensor, radius: Tensor) -> Tensor:
+    """Draw n objects along any path and in any colours: uint8 [N, T, 32, 32, 3].
+
+    `centre` [N, T, 2] (x, y) and `radius` [N] in pixels, `colour` [N, T, 3] from 0 to 255, `shape` [N] in `SHAPES`.
+    """
     axis = torch.arange(SIZE) + 0.5
     offset = torch.remainder(axis - centre[..., None] + SIZE / 2, SIZE) - SIZE / 2  # [N, T, 2, S], to the nearest copy
     x, y = offset[:, :, 0, None, :], offset[:, :, 1, :, None]
     distance = _distances(x, y, radius[:, None, None, None], shape)
     cover = (0.5 - distance).clamp(0, 1)[..., None]  # antialiased: a pixel half inside is half covered
     background = torch.tensor(BACKGROUND, dtype=torch.float32)
-    pixels = background + cover * (colour[:, None, None, None] - background)
+    pixels = background + cover * (colour[:, :, None, None] - background)
     return pixels.round().to(torch.uint8)
 
 

@@ -56,7 +56,7 @@ class Vllm(ChatEngine):
         self._device = device
         self._cache_bytes = cache_bytes
         try:
-            self._llm = await self._in_thread(partial(self._launched, device, cache_bytes))
+            await self._in_thread(partial(self._launch, device, cache_bytes))
         except (ImportError, OSError, ValueError, RuntimeError) as error:
             raise RewardError(f"vLLM cannot serve the judge in {self._folder}: {error}") from error
 
@@ -122,7 +122,8 @@ class Vllm(ChatEngine):
     def _in_thread(self, call: Any) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    def _launched(self, device: torch.device, cache_bytes: int) -> "AsyncLLM":
+    def _launch(self, device: torch.device, cache_bytes: int) -> None:
+        """Sets what others would return: libraries keep an error, and with it the frames of those who called them."""
         with own_environment(device):
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -141,7 +142,7 @@ class Vllm(ChatEngine):
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
             )
-            return AsyncLLM.from_engine_args(arguments)
+            self._llm = AsyncLLM.from_engine_args(arguments)
 
 
 def _parts(message: Message) -> list[Mapping[str, Any]]:
