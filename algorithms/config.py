@@ -19,8 +19,8 @@ class RunConfig(ModelConfig, frozen=True, kw_only=True):
     reward: Annotated[
         tuple[str, ...],
         Meta(
-            description="Reward: NAME, NAME@PLACE (an endpoint or a folder), FILE.toml (a judge's settings) or "
-            "module:Class, with =WEIGHT if not 1; give it again for several."
+            description="Reward: NAME, NAME@PLACE (an endpoint or a folder), FILE.toml (a judge's settings), "
+            "module:Class or module:function, with =WEIGHT if not 1; give it again for several."
         ),
     ] = ("colour", "motion")
     reward_ranks: Annotated[

@@ -2,6 +2,8 @@
 
 import math
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,20 @@ from engines.rewards.toy import Colour, ColourDuel, Motion
 from engines.toy.videos import render
 
 RED, BLUE = "a red square moving left", "a blue circle moving up"
+
+
+def brightness(video: torch.Tensor, prompt: str) -> float | Invalid:
+    return video.double().mean().item() if prompt else Invalid("there is no prompt")
+
+
+@pytest.mark.parametrize("name", [f"{__name__}:brightness", f"python:{__name__}:brightness"])
+def test_a_function_of_a_video_and_its_prompt_is_a_reward(name, monkeypatch):
+    """Of its own name; what it says of a video is the outcome, invalid ones included."""
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(brightness=brightness))
+    (made,) = parse_rewards([f"{name}=0.5"])
+    video = torch.full((1, 2, 2, 3), 7, dtype=torch.uint8)
+    assert (made.name, made.weight) == ("brightness", 0.5)
+    assert made.reward.score([video, video], ["a", ""]) == [7.0, Invalid("there is no prompt")]
 
 
 def test_built_in_rewards_by_name_with_weights():
@@ -53,8 +69,8 @@ class Nameless(Brightness):
         (["no_such_module:X"], "cannot import no_such_module:X: No module named 'no_such_module'"),
         (["engines.rewards.testing:Dim"], "cannot import engines.rewards.testing:Dim"),
         ([":Brightness"], "cannot import :Brightness"),
-        (["math:sqrt"], "math:sqrt must be a subclass of PointwiseReward or PairwiseReward"),
-        (["engines.rewards.base:PointwiseReward"], "must be a subclass of PointwiseReward or PairwiseReward, with its"),
+        (["math:pi"], "math:pi must be a function of a video and its prompt, or a subclass of"),
+        (["engines.rewards.base:PointwiseReward"], "or a subclass of PointwiseReward or PairwiseReward, with its"),
     ],
 )
 def test_a_wrong_reward_is_one_sentence(given, sentence):

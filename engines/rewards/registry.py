@@ -1,18 +1,20 @@
 """From a reward's specification to the reward, before anything loads, so that a wrong name ends a run at once.
 
-It is `NAME` of a built-in one, `NAME@PLACE` or `FILE.toml` of a judge with a model (see `build`), or `module:Class` of
-your own, each with `=WEIGHT` if not 1. Called by the commands.
+It is `NAME` of a built-in one, `NAME@PLACE` or `FILE.toml` of a judge with a model (see `build`), or `module:Class` or
+`module:function` of your own, each with `=WEIGHT` if not 1. Called by the commands.
 """
 
 import importlib
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from asyncflow.config import suggestion
 from asyncflow.errors import ConfigError
-from engines.rewards.base import PairwiseReward, PointwiseReward, Reward
+from engines.rewards.base import Outcome, PairwiseReward, PointwiseReward, Reward
 from engines.rewards.build import KNOWN, SHIPPED, is_judge, make_judge
 from engines.rewards.ocr import Ocr
 from engines.rewards.toy import Colour, ColourDuel, Motion
@@ -60,22 +62,40 @@ def _parse(specification: str) -> WeightedReward:
         raise ConfigError(f"--reward: expected {name}=WEIGHT with a number of at least 0, got {specification}")
     if is_judge(name):
         return WeightedReward(make_judge(name), weight)
-    kind = _import(name) if ":" in name else BUILT_IN.get(name)
-    if kind is None:
+    if ":" in name:
+        return WeightedReward(_import(name.removeprefix("python:")), weight)
+    if name not in BUILT_IN:
         known = [*NAMES, *(f"{judge}@PLACE" for judge in KNOWN if not judge.startswith("custom"))]
-        raise ConfigError(f'--reward: unknown reward "{name}"{suggestion(name, known)}; or give module:Class')
-    return WeightedReward(kind(), weight)
+        raise ConfigError(f'--reward: unknown reward "{name}"{suggestion(name, known)}; or give module:function')
+    return WeightedReward(BUILT_IN[name](), weight)
 
 
-def _import(name: str) -> type[Reward]:
-    module_name, _, class_name = name.partition(":")
+class Scored(PointwiseReward):
+    """A function of a video, uint8 [T, H, W, 3], and its prompt, that gives its score, or Invalid with a reason."""
+
+    def __init__(self, function: Callable[[Tensor, str], Outcome]) -> None:
+        self.name = function.__name__
+        self._function = function
+
+    def score(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> list[Outcome]:
+        """See `PointwiseReward`."""
+        return [self._function(video, prompt) for video, prompt in zip(videos, prompts, strict=True)]
+
+
+def _import(name: str) -> Reward:
+    module_name, _, own = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        found = getattr(importlib.import_module(module_name), own)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"--reward: cannot import {name}: {error}") from None
+    if inspect.isfunction(found):
+        return Scored(found)
     is_reward = inspect.isclass(found) and issubclass(found, PointwiseReward | PairwiseReward)
     if not is_reward or inspect.isabstract(found):
-        raise ConfigError(f"--reward: {name} must be a subclass of PointwiseReward or PairwiseReward, with its method")
+        raise ConfigError(
+            f"--reward: {name} must be a function of a video and its prompt, or a subclass of "
+            "PointwiseReward or PairwiseReward, with its method"
+        )
     if not isinstance(getattr(found, "name", None), str) or not found.name:
         raise ConfigError(f"--reward: {name} has no name; give the class an attribute `name`")
-    return found
+    return found()
