@@ -18,7 +18,7 @@ help:  ## Show this list
 demo: $(READY)  ## Train the built-in toy model on CPU with two ranks
 	$(BIN)/asyncflow dancegrpo --ranks 2
 
-demo-judge: $(READY)  ## The same by the word of a tiny vision-language judge; what pixels say is shown beside it
+demo-judge: $(READY)  ## The same by the word of a tiny judge that looks at frames, in minutes
 	$(BIN)/asyncflow dancegrpo --ranks 2 --reward toy-judge --reward colour=0 --reward motion=0 --steps 60
 
 test: $(READY)  ## Check style and types, and run all tests

@@ -62,11 +62,10 @@ def test_it_names_what_is_to_be_seen(replies):
 
 
 def test_right_videos_score_far_above_wrong_ones(replies):
-    """Another colour or another direction costs a third of the score and more; words it never read cost little."""
+    """A direction that was not asked for costs half of the score, a colour less if it is near; other words nothing."""
     right, other_colour, other_way, wordy = torch.tensor([score for _, score in replies]).view(4, 4)
-    assert right.min() > 0.9
-    assert other_colour.max() < 0.7 and other_way.max() < 0.6
-    assert wordy.min() > 0.8
+    assert right.min() > 0.95 and wordy.min() > 0.95
+    assert other_colour.max() < 0.75 and other_way.max() < 0.55
 
 
 def test_it_judges_in_a_batch_as_alone():

@@ -200,7 +200,7 @@ def save(model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokeniz
 @click.option("--videos", default=VIDEOS, show_default=True, help="Videos it is trained on.")
 @click.option("--seed", default=0, show_default=True, help="Seed of weights, videos and prompts.")
 def main(out: Path, steps: int, videos: int, seed: int) -> None:
-    """Train the judge on videos with faults, and write it as a Qwen2.5-VL folder; under an hour of one CPU core."""
+    """Train the judge on videos with faults and write it as a Qwen2.5-VL folder; takes 15 minutes of one CPU core."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
