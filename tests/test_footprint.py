@@ -34,6 +34,7 @@ from engines.rewards.footprint import (
     footprint,
     in_process_needs,
     vllm_needs,
+    word_bytes,
 )
 from engines.rewards.protocols.base import Case, ChatProtocol
 from engines.rewards.protocols.unified_flex import UnifiedRewardFlex
@@ -156,6 +157,24 @@ def test_activations(kind: type, dtype: torch.dtype, tower: int) -> None:
     assert 0.65 < (live.peak - cache) / estimated < 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Qwen2VLConfig, Qwen2_5_VLConfig, Qwen3VLConfig])
+def test_activations_of_words(kind: type, dtype: torch.dtype) -> None:
+    """The same of a prompt without images."""
+    config = wide_config(kind, 16)
+    model = AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
+    ids = torch.full((2, 300), 5)
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0
+    with LiveBytes() as live, torch.inference_mode():
+        model.generate(
+            input_ids=ids.clone(), attention_mask=mask.clone(), max_new_tokens=1, do_sample=False, eos_token_id=299
+        )
+    cache = ids.numel() * cache_bytes(config.text_config, dtype)
+    estimated = ids.numel() * (word_bytes(config.text_config, dtype) + ids.shape[1])
+    assert 0.65 < (live.peak - cache) / estimated < 1
+
+
 def save_config(folder: Path, config: Mapping[str, object], images: Mapping[str, object]) -> Path:
     """A folder of configurations without weights."""
     (folder / "config.json").write_text(json.dumps(config))
@@ -244,7 +263,8 @@ def test_needs_of_each_engine(folder: Path) -> None:
     conversation = -(-(made.prompt + 4096) // BLOCK) * BLOCK * made.cache
     own = in_process_needs(folder, FLEX, 3, 48, 80, CPU)
     assert (own.least_cache, own.most_cache) == (3 * conversation, 3 * conversation)
-    assert own.held["judge activations"] == 3 * made.prompt * (made.activations + made.prompt)
+    reading = made.seen * made.activations + WORDS * made.of_word + made.prompt**2
+    assert own.held["judge activations"] == 3 * reading and made.of_word < made.activations
     half = in_process_needs(folder, FLEX, 3, 48, 80, GPU)
     assert (2 * half.held["judge weights"], 2 * half.most_cache) == (own.held["judge weights"], own.most_cache)
     served = vllm_needs(folder, FLEX, 5, 8192, 48, 80, CPU)

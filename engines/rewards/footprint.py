@@ -31,15 +31,17 @@ BLOCK = 128
 class Footprint:
     """Bytes of a judge and of its longest conversation, of `prompt` tokens that it reads and `written` that it adds.
 
-    `weights` are the model's; `cache` is a token's keys and values; `activations` are a token's while a prompt is read,
-    and `logits` those of one that is written. The largest image that its processor would ever show takes
-    `largest_image` tokens.
+    `weights` are the model's; `cache` is a token's keys and values; while a prompt is read, `activations` are those of
+    one of its `seen` tokens, of images, and `of_word` those of another; `logits` are those of one that is written. The
+    largest image that its processor would ever show takes `largest_image` tokens.
     """
 
     weights: int
     cache: int
     activations: int
+    of_word: int
     logits: int
+    seen: int
     prompt: int
     written: int
     largest_image: int
@@ -61,7 +63,8 @@ def in_process_needs(
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     made = footprint(folder, protocol, height, width, dtype)
-    reading = rows * made.prompt * (made.activations + made.prompt)
+    words = made.prompt - made.seen
+    reading = rows * (made.seen * made.activations + words * made.of_word + made.prompt**2)
     writing = 3 * rows * made.written * made.logits if protocol.top_logprobs else 0
     return made.needs(rows, rows, max(reading, writing))
 
@@ -92,7 +95,9 @@ def footprint(folder: Path, protocol: ChatProtocol, height: int, width: int, dty
             weights=elements(folder) * dtype.itemsize,
             cache=cache_bytes(text, dtype),
             activations=activation_bytes(text, config.vision_config, dtype),
+            of_word=word_bytes(text, dtype),
             logits=FLOAT32 * text.vocab_size,
+            seen=protocol.images * image,
             prompt=protocol.images * image + WORDS + (protocol.turns - 1) * protocol.max_tokens,
             written=protocol.max_tokens,
             largest_image=processor.size["longest_edge"] // (processor.patch_size * processor.merge_size) ** 2,
@@ -124,7 +129,7 @@ def cache_bytes(text: Any, dtype: torch.dtype) -> int:
 
 
 def activation_bytes(text: Any, vision: Any, dtype: torch.dtype) -> int:
-    """Of an image's token while its prompt is read; a token of a text takes less.
+    """Of an image's token while its prompt is read.
 
     That is its pixels, copies of its features on their way among the words', and the more of two: in the language model
     the three products of a gated MLP beside what is normalised and added; in the vision tower, for each of the patches
@@ -132,13 +137,19 @@ def activation_bytes(text: Any, vision: Any, dtype: torch.dtype) -> int:
     """
     size, patches = dtype.itemsize, vision.spatial_merge_size**2
     pixels = FLOAT32 * vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    features = size * text.hidden_size * (3 + 2 * len(getattr(vision, "deepstack_visual_indexes", ())))
+    features = 2 * size * text.hidden_size * len(getattr(vision, "deepstack_visual_indexes", ()))
     width = getattr(vision, "embed_dim", vision.hidden_size)
     hidden = vision.intermediate_size if hasattr(vision, "intermediate_size") else vision.mlp_ratio * width
     tower = max(size * (3 * hidden + 4 * width), (9 * size + 6 * FLOAT32) * width)
+    among_words = 3 * size * text.hidden_size
+    return patches * pixels + features + max(word_bytes(text, dtype), among_words + patches * tower)
+
+
+def word_bytes(text: Any, dtype: torch.dtype) -> int:
+    """Of a text's token while its prompt is read: its embedding on its way, and what the language model makes of it."""
     experts = getattr(text, "moe_intermediate_size", 0) * getattr(text, "num_experts_per_tok", 0)
-    language = size * (3 * max(text.intermediate_size, experts) + 4 * text.hidden_size + 2 * _head_width(text))
-    return patches * pixels + features + max(language, patches * tower)
+    hidden = 3 * max(text.intermediate_size, experts) + 2 * _head_width(text)
+    return dtype.itemsize * (hidden + (3 + 4) * text.hidden_size)
 
 
 def _head_width(text: Any) -> int:
