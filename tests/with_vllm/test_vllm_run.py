@@ -27,14 +27,16 @@ def options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seque
     sizes = ["--prompts-per-step=2", "--group-size=4", "--task-batch=2", "--lora-rank=2", "--lora-alpha=2"]
     return [
         f"--model={tiny_model}", f"--prompts={folder / 'prompts.txt'}", f"--reward={folder / 'judge.toml'}", *sizes,
-        "--device=cpu", "--schedule=stagebreaker", "--eval-every=0", "--save-every=1",
+        "--device=cpu", "--eval-every=0", "--save-every=1",
     ]  # fmt: skip
 
 
-def test_a_run_ends_with_what_its_judge_said(options, run_ranks, tmp_path):
-    """Every judgement is valid or has its reason; the ranks and all of vLLM are gone."""
-    codes, output = run_ranks(2, [*options, "--steps=2", f"--out={tmp_path / 'run'}"], tmp_path / "output")
-    assert codes == [0, 0], output
+@pytest.mark.parametrize(("schedule", "ranks"), [("colocated", 1), ("stagebreaker", 2)])
+def test_a_run_ends_with_what_its_judge_said(schedule, ranks, options, run_ranks, tmp_path):
+    """Every judgement is valid, and those of a later step as well, although the judge rests where its rank trains."""
+    more = [f"--schedule={schedule}", "--steps=2", f"--out={tmp_path / 'run'}"]
+    codes, output = run_ranks(ranks, [*options, *more], tmp_path / "output")
+    assert codes == [0] * ranks, output
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["judge/toy-judge/valid"] for step in steps] == [8, 8]
     assert all(step["judge/toy-judge/tokens/mean"] > 5 for step in steps)
@@ -48,7 +50,8 @@ def rank_of(pid: int) -> str:
 def test_a_killed_reward_rank_takes_vllm_with_it(options, tmp_path):
     """The run ends with one error that names the rank; the last step is saved, and not even shared memory stays."""
     command = [sys.executable, "-m", "algorithms.dancegrpo", "--ranks=2", "--steps=1000", f"--out={tmp_path / 'run'}"]
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    command += ["--schedule=stagebreaker", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         while not list((tmp_path / "run" / "checkpoints").glob("step-*")):
             assert run.poll() is None, run.communicate()
         (judge,) = [pid for pid in descendants(run.pid) if rank_of(pid) == "1"]
