@@ -2,7 +2,7 @@
 
 Invariant: one engine for each judge, which takes as much KV cache as it was granted and no share of the device besides;
 its requests are aborted when nobody awaits them any more. If its processes die the conversations are told so, and may
-start new ones. Asking imports vLLM, and nothing before.
+start new ones. vLLM is imported when it starts, and not before. `build` makes it, `judging` and `judges` use it.
 """
 
 import asyncio
