@@ -20,7 +20,8 @@ from asyncflow.config import dump
 from asyncflow.errors import ConfigError
 from asyncflow.options import options
 from engines.deterministic import use_deterministic_kernels
-from engines.rank import JudgeEngine, PolicyEngine, RankEngine, pick_device
+from engines.judge import JudgeEngine
+from engines.rank import PolicyEngine, RankEngine, pick_device
 
 DEFAULT_RANKS = 2
 

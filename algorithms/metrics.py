@@ -13,9 +13,9 @@ from algorithms.algorithm import enough_valid, valid_candidates
 from algorithms.program import StepReport
 from asyncflow.controller import StepResult
 from asyncflow.core.catch_up import rank_of
-from asyncflow.core.graph import Graph, Kind
+from asyncflow.core.graph import DEVICE, Graph, Kind
 from asyncflow.core.plan import CONTROLLER
-from asyncflow.core.trace import DEVICE, Trace, busy_share, waited_for
+from asyncflow.core.trace import TRANSFER, Trace, busy_share, waited_for
 from asyncflow.engine import Invalid
 from asyncflow.errors import TrainingError
 from engines.rewards.base import PairwiseReward, PointwiseReward
@@ -102,16 +102,22 @@ def _update_metrics(result: StepResult, graph: Graph) -> Metrics:
 
 
 def timing_metrics(trace: Trace, graph: Graph) -> Metrics:
-    """Seconds of the step and, over all ranks, of each kind of task; each rank's busy share and what it waited for."""
+    """Seconds of the step and, over all ranks, of each kind of task; each device's busy share and what it waited for.
+
+    The busy share of a judge that is apart stands beside that of its rank's device.
+    """
     kinds: dict[str, float] = defaultdict(float)
     for span in trace.spans:
-        if span.lane == DEVICE and span.rank != CONTROLLER:
+        if span.lane != TRANSFER and span.rank != CONTROLLER:
             kinds[f"timing_s/{span.name}"] += span.end - span.start
     metrics: Metrics = {"timing_s/step": trace.seconds, **kinds}
     for rank in sorted({span.rank for span in trace.spans} - {CONTROLLER}):
         metrics[f"rank/{rank}/busy"] = busy_share(trace, rank)
         for reason, seconds in sorted(waited_for(trace, graph, rank).items()):
             metrics[f"rank/{rank}/waited_s/{reason.replace(' ', '_')}"] = seconds
+    for rank, lane in trace.lanes():
+        if lane != DEVICE:
+            metrics[f"rank/{rank}/busy/{lane.replace(' ', '_')}"] = busy_share(trace, rank, lane)
     return metrics
 
 

@@ -22,7 +22,7 @@ from asyncflow.config import suggestion
 from asyncflow.core import schedules
 from asyncflow.core.bounds import Bound, best_bound
 from asyncflow.core.cost import BatchSeconds, CostTable, Durations, Seconds, StatedCosts
-from asyncflow.core.graph import JUDGE_KINDS, LOCAL_KINDS, Graph, Kind
+from asyncflow.core.graph import DEVICE, JUDGE_KINDS, LOCAL_KINDS, Graph, Kind
 from asyncflow.core.plan import Cluster, Plan
 from asyncflow.core.search import search
 from asyncflow.core.simulate import simulate
@@ -142,7 +142,12 @@ def _measured(costs: CostTable) -> str:
 def _line(prediction: Prediction) -> str:
     seconds, bound = prediction.trace.seconds, prediction.bound
     ratio = seconds / bound.seconds if bound.seconds else 1.0
-    busy = " ".join(f"{busy_share(prediction.trace, rank):.0%}" for rank in prediction.cluster.ranks)
+    lanes = {rank: [DEVICE] for rank in prediction.cluster.ranks}
+    for rank, lane in prediction.trace.lanes():
+        lanes[rank] += [lane] if lane != DEVICE else []
+    busy = " ".join(
+        "+".join(f"{busy_share(prediction.trace, rank, lane):.0%}" for lane in mine) for rank, mine in lanes.items()
+    )
     return f"{prediction.name:14}{seconds:10.2f}{bound.seconds:10.2f}{ratio:12.2f}  {busy}; {bound.by}"
 
 

@@ -179,7 +179,7 @@ def _judge(
                 Task(
                     f"compare/{reward.name}/{group}/{first}-{second}", Kind.COMPARE,
                     inputs=tuple(dict.fromkeys((frames[first], frames[second]))),
-                    group=group, candidates=(first, second), judge=reward.name,
+                    group=group, candidates=(first, second), judge=reward.name, apart=reward.apart,
                 )
                 for first, second in pairs[reward.name]
             ]
@@ -187,7 +187,7 @@ def _judge(
             tasks += [
                 Task(
                     f"score/{reward.name}/{group}/{candidate}", Kind.SCORE, inputs=(frames[candidate],),
-                    group=group, candidates=(candidate,), judge=reward.name,
+                    group=group, candidates=(candidate,), judge=reward.name, apart=reward.apart,
                 )
                 for candidate in range(size)
             ]

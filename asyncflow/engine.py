@@ -1,7 +1,7 @@
 """What the runtime and the engines agree on: the work a rank is given, and its result.
 
-The worker calls an engine from the rank's one engine thread, one work at a time; an engine knows nothing of ranks,
-placement or messages.
+The worker calls an engine from one thread for each lane, one work at a time in each: all that the rank computes itself
+is on one, each judge that is apart on another. An engine knows nothing of ranks, placement or messages.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,7 +61,7 @@ class Engine(Protocol):
 
 
 class Device(Protocol):
-    """Where a worker's tasks run, one at a time."""
+    """Where a worker's tasks run, one at a time on each lane."""
 
     async def run(self, work: Work) -> Result:
         """Do the work in its turn."""

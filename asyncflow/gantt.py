@@ -1,4 +1,4 @@
-"""A step's trace as a Gantt chart, in the terminal or as a picture: a row for each rank's device lane.
+"""A step's trace as a Gantt chart, in the terminal or as a picture: a row for each rank's device, and its judges apart.
 
 `asyncflow plan` draws what it predicts, `python -m bench timeline` what a run measured.
 """
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from asyncflow.core.plan import CONTROLLER
-from asyncflow.core.trace import DEVICE, Trace
+from asyncflow.core.graph import DEVICE
+from asyncflow.core.trace import Trace
 from asyncflow.errors import ConfigError
 
 STYLES = {
@@ -23,16 +23,16 @@ STYLES = {
 def chart(trace: Trace, width: int) -> str:
     """The chart as lines of `width` characters: letters by kind, in colour where the terminal has it.
 
-    Each stands for what the rank did longest in its share of the step, a capital where a task begins; "·" is idle for
+    Each stands for what the lane did longest in its share of the step, a capital where a task begins; "·" is idle for
     at least half of it.
     """
-    ranks = _ranks(trace)
-    cells = max(width - len(f"rank {ranks[-1]}  "), 10)
+    labels = {place: _label(*place) for place in trace.lanes()}
+    cells = max(width - max(map(len, labels.values())) - 2, 10)
     lines = []
-    for rank in ranks:
+    for place, label in labels.items():
         shares: list[dict[str, float]] = [{"": 0.5} for _ in range(cells)]
         begun = set()
-        for span in trace.device(rank):
+        for span in trace.on(*place):
             start, end = (at * cells / trace.seconds if trace.seconds else 0.0 for at in (span.start, span.end))
             begun.add((int(start), span.name))
             for cell in range(int(start), min(int(end) + 1, cells)):
@@ -42,7 +42,7 @@ def chart(trace: Trace, width: int) -> str:
             _cell(kind, begins=(cell, kind) in begun or kinds[cell - 1 : cell] != [kind])
             for cell, kind in enumerate(kinds)
         )
-        lines.append(f"{f'rank {rank}':{width - cells}}{''.join(drawn)}")
+        lines.append(f"{label:{width - cells}}{''.join(drawn)}")
     end_of_step = f"{trace.seconds:.1f} s"
     lines.append(f"{'':{width - cells}}0 s{end_of_step:>{cells - 3}}")
     lines.append("  ".join(f"{_cell(kind)} {kind}" for kind in _kinds(trace)))
@@ -59,17 +59,17 @@ def draw(trace: Trace, picture: Path) -> None:
         from matplotlib.patches import Patch
     except ImportError:
         raise ConfigError(f"{picture}: drawing needs matplotlib; pip install 'asyncflow[bench]'") from None
-    ranks, kinds = _ranks(trace), _kinds(trace)
-    figure = Figure(figsize=(10, 0.6 + 0.5 * len(ranks)), layout="constrained")
+    lanes, kinds = trace.lanes(), _kinds(trace)
+    figure = Figure(figsize=(10, 0.6 + 0.5 * len(lanes)), layout="constrained")
     axes = figure.subplots()
-    for row, rank in enumerate(ranks):
-        for span in trace.device(rank):
+    for row, place in enumerate(lanes):
+        for span in trace.on(*place):
             axes.barh(
                 row, span.end - span.start, left=span.start,
                 color=STYLES[span.name][1], edgecolor="white", linewidth=0.4, height=0.8,
                 hatch="//" if span.cancelled else None,
             )  # fmt: skip
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axes.set_yticks(range(len(lanes)), [_label(*place) for place in lanes])
     axes.invert_yaxis()
     axes.set_xlabel("seconds since the step began")
     axes.legend(
@@ -84,13 +84,15 @@ def draw(trace: Trace, picture: Path) -> None:
         raise ConfigError(f"cannot write the picture {picture}: {error.strerror}; choose another file") from None
 
 
-def _ranks(trace: Trace) -> list[int]:
-    return sorted({span.rank for span in trace.spans if span.lane == DEVICE} - {CONTROLLER})
+def _label(rank: int, lane: str) -> str:
+    return f"rank {rank}" if lane == DEVICE else f"rank {rank}, {lane}"
 
 
 def _kinds(trace: Trace) -> list[str]:
     """The kinds that ranks ran, in the order in which they first did."""
-    return list(dict.fromkeys(span.name for span in trace.spans if span.lane == DEVICE and span.rank != CONTROLLER))
+    lanes = set(trace.lanes())
+    first = sorted(trace.spans, key=lambda span: span.number)
+    return list(dict.fromkeys(span.name for span in first if (span.rank, span.lane) in lanes))
 
 
 def _cell(kind: str, *, begins: bool = True) -> str:

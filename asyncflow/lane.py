@@ -1,7 +1,8 @@
 """A lane: one thread that runs calls in the order they were given, awaited from the event loop.
 
-Each rank has two, the engine's (all device work) and the communicator's (everything that moves), so that its event loop
-stays free. The threads are daemons: a failing run must be able to exit while a long kernel or a transfer still blocks.
+Each rank has the engine's (all device work), one for each judge that is apart, and the communicator's (everything that
+moves), so that its event loop stays free. The threads are daemons: a failing run must be able to exit while a long
+kernel or a transfer still blocks.
 """
 
 import asyncio

@@ -30,6 +30,7 @@ from asyncflow.channels.nccl import NcclChannel
 from asyncflow.channels.shared_memory import SharedMemoryChannel
 from asyncflow.communicator import Communicator
 from asyncflow.controller import Controller
+from asyncflow.core.graph import DEVICE
 from asyncflow.engine import Engine, Result, Work
 from asyncflow.errors import AsyncflowError, Interrupted, RankLost
 from asyncflow.lane import Lane
@@ -158,33 +159,36 @@ class Silenced(AsyncflowError):
 
 
 class EngineDevice:
-    """The rank's device: an engine in the one engine thread."""
+    """The rank's device: an engine in the engine's thread, and in one for each judge that is apart."""
 
     def __init__(self) -> None:
-        self._lane = Lane("asyncflow-engine")
+        self._lanes = {DEVICE: Lane("asyncflow-engine")}
         self._engine: Engine | None = None
 
     async def load(self, build_engine: Callable[[], Engine]) -> None:
         """Build the engine."""
-        self._engine = await self._lane.submit(build_engine)
+        self._engine = await self._lanes[DEVICE].submit(build_engine)
 
     async def run(self, work: Work) -> Result:
         """See `Device`."""
         assert self._engine is not None, "the engine is not loaded"
-        engine = self._engine
+        engine, lane = self._engine, work.tasks[0].lane
+        if lane not in self._lanes:
+            self._lanes[lane] = Lane(f"asyncflow-{lane}")
 
         def run() -> Result:
             result = engine.run(work)
             wait_for([*work.tensors.values(), *result.tensors.values()])
             return result
 
-        return await self._lane.submit(run)
+        return await self._lanes[lane].submit(run)
 
     async def close(self) -> None:
         """See `Device`."""
         if self._engine:
-            await self._lane.submit(self._engine.close)
-        self._lane.close()
+            await self._lanes[DEVICE].submit(self._engine.close)
+        for lane in self._lanes.values():
+            lane.close()
 
 
 async def _run_rank(

@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.core.graph import DEVICE
 from asyncflow.core.plan import CONTROLLER
-from asyncflow.core.trace import DEVICE, SUM, TRANSFER, Span, Trace
-
-_LANES = {DEVICE: 0, TRANSFER: 1}
+from asyncflow.core.trace import SUM, TRANSFER, Span, Trace
 
 
 def write(trace: Trace, path: Path) -> None:
@@ -24,33 +23,41 @@ def write(trace: Trace, path: Path) -> None:
 def events(trace: Trace) -> list[dict[str, Any]]:
     """The trace events: names of rows, one complete event for each span, one arrow for each transfer."""
     made: list[dict[str, Any]] = []
+    rows = _rows(trace)
     for rank in sorted({span.rank for span in trace.spans}):
         name = "controller" if rank == CONTROLLER else f"rank {rank}"
         made.append(_meta("process_name", rank, 0, name=name))
         made.append(_meta("process_sort_index", rank, 0, sort_index=rank))
         lanes = {span.lane for span in trace.spans if span.rank == rank}
-        made += [_meta("thread_name", rank, _LANES[lane], name=lane) for lane in sorted(lanes)]
+        made += [_meta("thread_name", rank, rows[lane], name=lane) for lane in sorted(lanes)]
     ends: dict[int, list[Span]] = {}
     for span in trace.spans:
         arguments: dict[str, Any] = {"tasks": list(span.tasks), "number": span.number}
-        invalid = {name: trace.invalid[name] for name in span.tasks if name in trace.invalid and span.lane == DEVICE}
+        invalid = {name: trace.invalid[name] for name in span.tasks if name in trace.invalid and span.lane != TRANSFER}
         if invalid:
             arguments["invalid"] = invalid
         if span.cancelled:
             arguments["cancelled"] = True
-        made.append(_event("X", span, span.start, dur=(span.end - span.start) * 1e6, args=arguments))
+        made.append(_event("X", span, rows, span.start, dur=(span.end - span.start) * 1e6, args=arguments))
         if span.lane == TRANSFER and span.name != SUM:
             ends.setdefault(span.number, []).append(span)
     maker = {name: span.rank for span in trace.spans if span.lane == DEVICE for name in span.tasks}
     for number, pair in ends.items():
         for span in pair:
             sends = span.rank == maker[span.tasks[0]]
-            made.append(_event("s" if sends else "f", span, span.start if sends else span.end, id=number, bp="e"))
+            at = span.start if sends else span.end
+            made.append(_event("s" if sends else "f", span, rows, at, id=number, bp="e"))
     return made
 
 
-def _event(phase: str, span: Span, at: float, **more: Any) -> dict[str, Any]:
-    lane = {"pid": span.rank, "tid": _LANES[span.lane], "cat": span.lane}
+def _rows(trace: Trace) -> dict[str, int]:
+    """The number of each lane's row, the same on all ranks."""
+    judges = sorted({span.lane for span in trace.spans} - {DEVICE, TRANSFER})
+    return {lane: number for number, lane in enumerate([DEVICE, TRANSFER, *judges])}
+
+
+def _event(phase: str, span: Span, rows: dict[str, int], at: float, **more: Any) -> dict[str, Any]:
+    lane = {"pid": span.rank, "tid": rows[span.lane], "cat": span.lane}
     return {"ph": phase, "name": span.name, "ts": at * 1e6, **lane, **more}
 
 

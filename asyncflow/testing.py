@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import Context
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, product
 from random import Random
 from typing import Any, TypeVar
 
@@ -149,7 +149,7 @@ class FakeNetwork:
 
 
 class FakeDevice:
-    """A device on which tasks take what the durations say; an engine, if given, computes their results at the end.
+    """A device on which tasks take what the durations say, on all lanes; an engine, if given, computes at their ends.
 
     Work lasts `chunks` equal parts, and stops between two of them once it is unneeded.
     """
@@ -300,8 +300,15 @@ class HashedDurations:
         return Random(f"{self._seed} {what}").choice(self._choices)
 
 
-def rl_step(groups: int, batches: int, mini_batches: int = 1) -> Graph:
-    """A step's dataflow: `groups` groups of `batches` micro-batches of two candidates, each scored on its own."""
+QUALITY = {"quality": False}
+"""A judge, which is not apart."""
+
+
+def rl_step(groups: int, batches: int, mini_batches: int = 1, *, judges: Mapping[str, bool] = QUALITY) -> Graph:
+    """A step's dataflow: `groups` groups of `batches` micro-batches of two candidates, each scored on its own.
+
+    `judges` says by the name of each whether it is apart.
+    """
     tasks: list[Task] = []
     for mini_batch in range(mini_batches):
         replays: list[Task] = []
@@ -314,10 +321,10 @@ def rl_step(groups: int, batches: int, mini_batches: int = 1) -> Graph:
                 path, frames = f"rollout/{at}.path", f"decode/{at}.frames"
                 tasks.append(Task(f"rollout/{at}", Kind.ROLLOUT, **one))
                 tasks.append(Task(f"decode/{at}", Kind.DECODE, inputs=(path,), **one))
-                for candidate in both:
-                    judged.append(f"score/{at}.{candidate}")
-                    alone = {**one, "candidates": (candidate,)}
-                    tasks.append(Task(judged[-1], Kind.SCORE, inputs=(frames,), judge="quality", **alone))
+                for candidate, (judge, apart) in product(both, judges.items()):
+                    judged.append(f"score/{judge}/{at}.{candidate}")
+                    alone = {**one, "candidates": (candidate,), "judge": judge, "apart": apart}
+                    tasks.append(Task(judged[-1], Kind.SCORE, inputs=(frames,), **alone))
                 before = (f"update/{mini_batch - 1}",) if mini_batch else ()
                 replays.append(Task(f"replay/{at}", Kind.REPLAY, inputs=(path,), after=before, **one))
             tasks.append(Task(f"reward/{group}", Kind.REWARD, values=tuple(judged), group=group))
@@ -332,6 +339,7 @@ def rl_step(groups: int, batches: int, mini_batches: int = 1) -> Graph:
 def random_step(random: Random, ranks: int, size: int) -> tuple[Graph, Plan]:
     """A graph of `size` tasks and a plan for it, with every sort of task, edge and placement by lot."""
     kinds = [kind for kind in Kind if kind is not Kind.UPDATE]
+    apart = random.choice(("", "x", "xy"))
     tasks: list[Task] = []
     places: dict[str, tuple[int, ...]] = {}
     for position in range(size):
@@ -348,7 +356,8 @@ def random_step(random: Random, ranks: int, size: int) -> tuple[Graph, Plan]:
         values = tuple(random.sample(ids, min(len(ids), random.randint(0, 2))))
         after = tuple(random.sample(ids, min(len(ids), random.randint(0, 1))))
         judge = random.choice("xy") if kind in JUDGE_KINDS else ""
-        tasks.append(Task(name, kind, inputs=inputs, values=values, after=after, judge=judge))
+        is_apart = bool(judge) and judge in apart
+        tasks.append(Task(name, kind, inputs=inputs, values=values, after=after, judge=judge, apart=is_apart))
         places[name] = here
     graph = Graph(tasks)
     return graph, Plan(

@@ -1,11 +1,11 @@
-"""A step's trace as a picture: a bar for each task on its rank's lane."""
+"""A step's trace as a picture: a bar for each task on its lane."""
 
 import json
 from pathlib import Path
 
 import click
 
-from asyncflow.core.trace import DEVICE, Span, Trace
+from asyncflow.core.trace import TRANSFER, Span, Trace
 from asyncflow.gantt import draw
 
 
@@ -16,11 +16,11 @@ def timeline(trace: Path, picture: Path) -> None:
     """Draw the TRACE that a run wrote (trace/step-000001.json) as the PNG file PICTURE."""
     spans = [
         Span(
-            event["pid"], DEVICE, event["name"], tuple(event["args"]["tasks"]),
+            event["pid"], event["cat"], event["name"], tuple(event["args"]["tasks"]),
             event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event["args"]["number"],
         )
         for event in json.loads(trace.read_text())["traceEvents"]
-        if event["ph"] == "X" and event["cat"] == DEVICE
+        if event["ph"] == "X" and event["cat"] != TRANSFER
     ]  # fmt: skip
     draw(Trace(spans, max(span.end for span in spans)), picture)
     click.echo(f"wrote {picture}")

@@ -17,18 +17,18 @@ from torch import Tensor
 
 from asyncflow import checkpoint
 from asyncflow.core.graph import JUDGE_KINDS, Kind, producer
-from asyncflow.engine import Cancelled, Invalid, Result, Work
+from asyncflow.engine import Cancelled, Result, Work
 from asyncflow.errors import CheckpointError, ConfigError
 from asyncflow.video import write_mp4
 from engines.adapter import Adapter, AdapterSettings
 from engines.gradients import combine, combine_exact, from_fixed
+from engines.judge import JudgeEngine
 from engines.kernel import Kernel, Units
 from engines.optimizer import Optimizer, OptimizerSettings, StepMetrics
 from engines.orders import (
     CheckpointOrder,
     ExportOrder,
     ForwardOrder,
-    JudgeOrder,
     Replayed,
     ReplayOrder,
     RolloutOrder,
@@ -36,7 +36,6 @@ from engines.orders import (
 )
 from engines.policy import CausalSettings, load_policy, load_settings
 from engines.replay import Order, Replayer
-from engines.rewards.base import Outcome, PairwiseReward, PointwiseReward, Reward, checked
 from engines.rollout import Seeds, Trajectory, rollout
 from engines.text import load_text_encoder
 from engines.vae import StreamingDecoder, load_vae
@@ -250,56 +249,11 @@ class PolicyEngine:
         return torch.stack([self._texts[prompt] for prompt in prompts]).to(self._job.device)
 
 
-class JudgeEngine:
-    """Scores and compares."""
-
-    def __init__(self, rewards: Sequence[Reward], device: str) -> None:
-        self._rewards = {reward.name: reward for reward in rewards}
-        for reward in rewards:
-            reward.load(torch.device(device))
-
-    def judge(self, work: Work) -> Result:
-        """The outcome of each task of a judge batch, as value or as invalid with its reason.
-
-        What a judgement took, where the reward says so, is the value `effort/<task id>`.
-        """
-        order = convert(work.payload, JudgeOrder)
-        reward = self._rewards[work.tasks[0].judge]
-        videos: list[list[Tensor]] = []
-        for task, places in zip(work.tasks, order.places, strict=True):
-            names = task.inputs if len(task.inputs) == len(places) else task.inputs * len(places)
-            videos.append([work.tensors[name][place] for name, place in zip(names, places, strict=True)])
-        outcomes: list[Outcome]
-        reward.progress = work.is_unneeded
-        if isinstance(reward, PairwiseReward):
-            outcomes = reward.compare([(first, second) for first, second in videos], order.prompts)
-        else:
-            assert isinstance(reward, PointwiseReward)
-            outcomes = reward.score([video for (video,) in videos], order.prompts)
-        outcomes = checked(outcomes, len(videos), reward.name, order.prompts)
-        by_task = dict(zip([task.id for task in work.tasks], outcomes, strict=True))
-        invalid = {name: outcome.reason for name, outcome in by_task.items() if isinstance(outcome, Invalid)}
-        values: dict[str, Any] = {name: made for name, made in by_task.items() if not isinstance(made, Invalid)}
-        values |= {f"effort/{name}": effort for name, effort in zip(by_task, reward.efforts, strict=False)}
-        return Result(values=values, invalid=invalid)
-
-    def rest(self) -> None:
-        """Let the rewards rest until the next judgement."""
-        for reward in self._rewards.values():
-            reward.rest()
-
-    def close(self) -> None:
-        """Close the rewards; called once, after the last judgement."""
-        for reward in self._rewards.values():
-            reward.close()
-
-
 class RankEngine:
     """Routes each kind of task to the engine of its role; where it goes on to train, the judges rest."""
 
     def __init__(self, policy: PolicyEngine | None, judge: JudgeEngine | None) -> None:
         self._judge = judge
-        self._resting = False
         self._methods: dict[Kind, Callable[[Work], Result]] = {}
         if policy:
             self._methods |= {
@@ -320,11 +274,8 @@ class RankEngine:
     def run(self, work: Work) -> Result:
         """See `Engine`."""
         kind = work.tasks[0].kind
-        if kind in JUDGE_KINDS:
-            self._resting = False
-        elif kind is Kind.REPLAY and self._judge and not self._resting:
+        if kind is Kind.REPLAY and self._judge:
             self._judge.rest()
-            self._resting = True
         return self._methods[kind](work)
 
     def close(self) -> None:

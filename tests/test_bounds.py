@@ -54,10 +54,12 @@ def somewhere(graph: Graph, plan: Plan, ranks: Cluster, random: Random) -> Plan:
 
 
 def shaped(graph: Graph, random: Random) -> Graph:
-    """The graph with a shape and a judge drawn for each task."""
+    """The graph with a shape and a judge drawn for each task, and which of two judges are apart."""
+    apart = random.choice(("", "x", "xy"))
+    judges = [random.choice("xy") if task.kind in JUDGE_KINDS else "" for task in graph]
     return Graph(
-        msgspec.structs.replace(task, shape=random.choice("ab"), judge=random.choice("xy") * (task.kind in JUDGE_KINDS))
-        for task in graph
+        msgspec.structs.replace(task, shape=random.choice("ab"), judge=judge, apart=bool(judge) and judge in apart)
+        for task, judge in zip(graph, judges, strict=True)
     )
 
 
@@ -135,6 +137,16 @@ def test_scores_take_the_batches_that_cost_least() -> None:
     costs = StatedCosts({"score": BatchSeconds(10.0, 1.0)})
     assert bounds(only(Kind.SCORE, 5), APART, costs, judge_batch=3)["judges"] == 25.0
     assert bounds(only(Kind.SCORE, 5), APART, StatedCosts({"score": 2.0}), judge_batch=3)["judges"] == 10.0
+
+
+def test_what_is_apart_takes_no_time_of_a_device() -> None:
+    """Two judges that are apart are bound each by its own videos, and by nobody's device."""
+    costs = StatedCosts({"score": 2.0, "decode": 1.0})
+    scores = [Task(f"score/{n}", Kind.SCORE, judge="xy"[n % 2], apart=True) for n in range(6)]
+    graph = Graph([*scores, Task("decode/0", Kind.DECODE)])
+    assert bounds(graph, Cluster((0,), (0,), (0,)), costs, judge_batch=1) == {
+        "path": 2.0, "ranks": 1.0, "score/x": 6.0, "score/y": 6.0, "decode": 1.0,
+    }  # fmt: skip
 
 
 def test_a_rank_idles_before_its_first_task_and_after_its_last() -> None:

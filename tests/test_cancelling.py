@@ -84,7 +84,7 @@ def test_a_replay_stops_at_the_next_chunk_or_has_made_what_it_was_to_make(
     """It runs from second 1, for four seconds in four chunks; `run_virtually` checks that what it made is dropped."""
     costs = StatedCosts({"rollout": 1, "replay": 4, "score": score, "update": 1})
     result = run_virtually(GRAPH, PLAN, costs, Unneeding(), {0: Summing(), 1: Summing()}, chunks=4)
-    (span,) = [span for span in result.trace.device(0) if span.name == "replay"]
+    (span,) = [span for span in result.trace.on(0) if span.name == "replay"]
     assert (span.start, span.end, span.cancelled) == (1.0, replay_ends, cancelled)
     assert [s.name for s in result.trace.spans if s.cancelled] == ["replay"] * cancelled
     assert result.trace.seconds == max(1 + score, replay_ends) + 1

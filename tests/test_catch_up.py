@@ -136,8 +136,8 @@ def test_updates_start_while_judges_are_busy():
         (late(*own, ranks), Kind.CATCH_UP, ([10.0, 20.0], [20.0, 21.0])),
     ):
         trace = simulate(graph, plan, Slow(0, (0.0,)))
-        assert [span.start for span in trace.device(0) if span.name == Kind.UPDATE] == starts[0]
-        assert [span.start for span in trace.device(1) if span.name == kind] == starts[1]
+        assert [span.start for span in trace.on(0) if span.name == Kind.UPDATE] == starts[0]
+        assert [span.start for span in trace.on(1) if span.name == kind] == starts[1]
         assert trace.seconds == 22.0
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from asyncflow.controller import Controller
-from asyncflow.core.graph import Graph, Kind, Task
+from asyncflow.core.graph import DEVICE, Graph, Kind, Task
 from asyncflow.core.plan import CONTROLLER, Plan
-from asyncflow.core.trace import DEVICE, SUM, TRANSFER
+from asyncflow.core.trace import SUM, TRANSFER
 from asyncflow.engine import Invalid, Result, Work
 from asyncflow.errors import RankLost, TaskFailed, TrainingError
 from asyncflow.testing import (

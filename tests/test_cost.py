@@ -7,11 +7,11 @@ import pytest
 
 from asyncflow.core.cost import BatchSeconds, CostTable, Spread, StatedCosts
 from asyncflow.core.dispatch import Move, Run
-from asyncflow.core.graph import Graph, Kind, Task
+from asyncflow.core.graph import DEVICE, Graph, Kind, Task
 from asyncflow.core.plan import CONTROLLER
 from asyncflow.core.schedules import cluster, schedule
 from asyncflow.core.simulate import simulate
-from asyncflow.core.trace import DEVICE, Span, Trace
+from asyncflow.core.trace import Span, Trace
 from asyncflow.testing import HashedDurations, random_step, rl_step
 
 SCORES = [Task(f"score/{n}", Kind.SCORE, shape="5s", judge="quality") for n in range(8)]

@@ -21,7 +21,7 @@ from asyncflow.core.dispatch import (
     Run,
     Unneeded,
 )
-from asyncflow.core.graph import JUDGE_KINDS, LOCAL_KINDS, Graph, Kind, Task, producer
+from asyncflow.core.graph import DEVICE, JUDGE_KINDS, LOCAL_KINDS, Graph, Kind, Task, producer
 from asyncflow.core.plan import CONTROLLER, Plan
 from asyncflow.testing import random_step
 
@@ -32,7 +32,7 @@ class Checker:
     def __init__(self, graph: Graph, plan: Plan, random: Random, unneeded: float) -> None:
         self.graph, self.plan, self.random, self.unneeded = graph, plan, random, unneeded
         self.dispatcher = Dispatcher(graph, plan)
-        self.lanes: dict[int, int] = {}  # the ticket that runs on each busy rank
+        self.lanes: dict[tuple[int, str], int] = {}  # the ticket that runs on each busy lane
         self.runs: dict[int, Run] = {}
         self.ran: Counter[str] = Counter()
         self.over: set[str] = set()
@@ -61,8 +61,8 @@ class Checker:
         assert self.dispatcher.sequence == self.sequence
 
     def possible(self) -> list[Event]:
-        done: list[Event] = [Done(ticket, rank) for rank, ticket in self.lanes.items()]
-        done += [Done(ticket, rank, cancelled=True) for rank, ticket in self.lanes.items() if ticket in self.told]
+        done: list[Event] = [Done(ticket, rank) for (rank, _), ticket in self.lanes.items()]
+        done += [Done(ticket, rank, cancelled=True) for (rank, _), ticket in self.lanes.items() if ticket in self.told]
         return done + [Moved(sequence) for sequence in self.moving]
 
     def skip(self, names: list[str]) -> None:
@@ -97,11 +97,11 @@ class Checker:
     def feed(self, event: Event) -> None:
         match event:
             case Done(ticket, rank, cancelled=True):
-                del self.lanes[rank]
+                del self.lanes[rank, self.lane(ticket)]
                 self.stopped.update(self.runs[ticket].tasks)
                 self.skipped.update(self.runs[ticket].tasks)
             case Done(ticket, rank):
-                del self.lanes[rank]
+                del self.lanes[rank, self.lane(ticket)]
                 run = self.runs[ticket]
                 if ticket not in self.lanes.values():
                     self.over.update(run.tasks)
@@ -133,7 +133,7 @@ class Checker:
                 assert not [m for m in self.moving.values() if (m.tensor, m.source) == (tensor, rank)]
                 self.dropped[tensor, rank] += 1
             case Cancel(ticket, rank):
-                assert ticket == self.lanes[rank] and ticket not in self.told
+                assert ticket == self.lanes[rank, self.lane(ticket)] and ticket not in self.told
                 self.told.add(ticket)
             case Abort():
                 raise AssertionError("nothing failed")
@@ -143,7 +143,8 @@ class Checker:
         self.runs[run.ticket] = run
         assert run.ticket == len(self.runs)
         assert run.ranks == self.plan.ranks[first.id]
-        assert not self.lanes.keys() & set(run.ranks), f"{run} starts on a busy rank"
+        lanes = [(rank, first.lane) for rank in run.ranks]
+        assert not self.lanes.keys() & set(lanes), f"{run} starts on a busy lane"
         assert run.keep == tuple(tensor for name in run.tasks for tensor in self.graph.outputs[name])
         if first.kind is Kind.UPDATE:
             assert run.sequence == self.sequence + 1
@@ -161,7 +162,10 @@ class Checker:
             if task.kind is not Kind.UPDATE:
                 assert all(self.held[tensor, run.ranks[0]] == 1 for tensor in task.inputs), f"{name} lacks tensors"
         self.ran.update(run.tasks)
-        self.lanes.update(dict.fromkeys(run.ranks, run.ticket))
+        self.lanes.update(dict.fromkeys(lanes, run.ticket))
+
+    def lane(self, ticket: int) -> str:
+        return self.graph[self.runs[ticket].tasks[0]].lane
 
     def readers(self, tensor: str, rank: int) -> list[Task]:
         """The tasks that still have to read `tensor` on `rank`."""
@@ -175,16 +179,18 @@ class Checker:
         ]
 
     def check_nothing_idles(self) -> None:
-        """A rank is idle only if none of its tasks could run, if it is kept for a gang, or if it gathers a batch."""
-        for rank in {rank for ranks in self.plan.ranks.values() for rank in ranks} - self.lanes.keys():
-            ready = [task for task in self.graph if rank in self.plan.ranks[task.id] and self.could_run(task)]
+        """A lane is idle only if none of its tasks could run, if it is kept for a gang, or if it gathers a batch."""
+        lanes = {(rank, task.lane) for task in self.graph for rank in self.plan.ranks[task.id]}
+        for rank, lane in lanes - self.lanes.keys():
+            here = (task for task in self.graph if task.lane == lane and rank in self.plan.ranks[task.id])
+            ready = list(filter(self.could_run, here))
             if ready:
                 gangs = [task.id for task in ready if task.kind is Kind.UPDATE]
                 if not gangs and self.gathers(rank, ready):
                     continue
                 assert gangs, f"{ready} could run on rank {rank}"
                 first = min(gangs, key=self.plan.order.index)
-                assert self.lanes.keys() & set(self.plan.ranks[first]), f"{first} could run"
+                assert {rank for rank, lane in self.lanes if lane == DEVICE} & set(self.plan.ranks[first]), first
 
     def gathers(self, rank: int, ready: list[Task]) -> bool:
         """Whether a judge has too few of each sort ready, more to come, and others that work meanwhile."""

@@ -11,8 +11,8 @@ from asyncflow.core.graph import Kind, Task
 from asyncflow.engine import Invalid, Work
 from asyncflow.errors import ConfigError, RewardError
 from asyncflow.testing import VirtualLoop
+from engines.judge import JudgeEngine
 from engines.orders import JudgeOrder
-from engines.rank import JudgeEngine
 from engines.rewards.base import Effort, Outcome
 from engines.rewards.chat.base import Ask, Busy, ChatEngine, Died, Refused, Reply, Unreachable
 from engines.rewards.judges import ChatJudge, ComparingJudge, ScoringJudge

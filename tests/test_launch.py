@@ -33,8 +33,8 @@ def test_a_task_that_raises_ends_the_run_with_its_name_its_rank_and_a_traceback(
 def test_an_error_raised_on_purpose_speaks_for_itself(ranks):
     ended = ranks.run(2, "refuse@score:1")
     assert ended.codes == [1, 1]
-    assert ended.errors.startswith("error: score/0.0.0")
-    assert ended.errors.endswith(" on rank 1 failed: score/0.0.0 cannot be used; give another one\n")
+    assert ended.errors.startswith("error: score/quality/0.0.0")
+    assert ended.errors.endswith(" on rank 1 failed: score/quality/0.0.0 cannot be used; give another one\n")
     assert len(ended.errors.splitlines()) == 1
 
 

@@ -11,8 +11,9 @@ from algorithms.program import StepReport
 from algorithms.step import evaluation_graph, step_graph
 from asyncflow.controller import StepResult
 from asyncflow.core.catch_up import variants
+from asyncflow.core.graph import DEVICE
 from asyncflow.core.schedules import cluster
-from asyncflow.core.trace import DEVICE, Span, Trace
+from asyncflow.core.trace import Span, Trace
 from asyncflow.engine import Invalid
 from asyncflow.errors import TrainingError
 from engines.rewards.registry import WeightedReward
@@ -112,18 +113,21 @@ def test_a_rank_that_catches_up_to_different_weights_ends_the_run():
 
 
 def test_times_by_kind_and_busy_shares():
-    """Seconds of each kind over all ranks; a rank's busy share of the step."""
+    """Seconds of each kind over all ranks; the busy share of each rank's device, and of a judge that is apart."""
     graph = step_graph(1, 2, mini_batches=1, task_batch=2, rewards=REWARDS[:1])
     trace = Trace()
     trace.spans += [
         Span(0, DEVICE, "rollout", ("rollout/0/0",), 0.0, 3.0, 1),
         Span(1, DEVICE, "replay", ("replay/0/0",), 3.0, 4.0, 2),
+        Span(1, "judge brightness", "score", ("score/brightness/0/0",), 2.0, 4.0, 3),
     ]
     trace.seconds = 4.0
     metrics = timing_metrics(trace, graph)
     assert metrics["timing_s/step"] == 4.0
-    assert (metrics["timing_s/rollout"], metrics["timing_s/replay"]) == (3.0, 1.0)
-    assert (metrics["rank/0/busy"], metrics["rank/1/busy"]) == (0.75, 0.25)
+    assert [metrics[f"timing_s/{kind}"] for kind in ("rollout", "replay", "score")] == [3.0, 1.0, 2.0]
+    assert {name: share for name, share in metrics.items() if "/busy" in name} == {
+        "rank/0/busy": 0.75, "rank/1/busy": 0.25, "rank/1/busy/judge_brightness": 0.5,
+    }  # fmt: skip
 
 
 def test_an_evaluation_averages_who_was_judged_by_all():

@@ -14,6 +14,8 @@ GRAPH = Graph(
         Task("rollout/0", Kind.ROLLOUT),
         Task("score/0", Kind.SCORE, inputs=("rollout/0.path",)),
         Task("score/1", Kind.SCORE),
+        Task("score/2", Kind.SCORE, judge="b", apart=True),
+        Task("score/3", Kind.SCORE, judge="a", apart=True),
         Task("reward/0", Kind.REWARD, values=("score/0", "score/1")),
     ]
 )
@@ -25,6 +27,8 @@ def step() -> Trace:
     trace.moved(Move(1, "rollout/0.path", 1, 0), 1.5, 2.0)
     trace.ran(Run(2, ("score/0", "score/1"), (0,)), GRAPH, 0, 2.0, 2.25)
     trace.ran(Run(3, ("reward/0",), (CONTROLLER,)), GRAPH, CONTROLLER, 2.25, 2.25)
+    trace.ran(Run(4, ("score/2",), (0,)), GRAPH, 0, 0.0, 2.0)
+    trace.ran(Run(5, ("score/3",), (1,)), GRAPH, 1, 0.0, 1.0)
     return trace
 
 
@@ -40,9 +44,11 @@ def test_every_rank_and_lane_has_a_name():
         ("process_name", 0, 0): "rank 0",
         ("thread_name", 0, 0): "device",
         ("thread_name", 0, 1): "transfer",
+        ("thread_name", 0, 3): "judge b",
         ("process_name", 1, 0): "rank 1",
         ("thread_name", 1, 0): "device",
         ("thread_name", 1, 1): "transfer",
+        ("thread_name", 1, 2): "judge a",
     }
 
 
@@ -54,6 +60,8 @@ def test_spans_are_complete_events_in_microseconds():
         ("reward", CONTROLLER, 0, 2.25e6, 0.0),
         ("rollout", 1, 0, 0.0, 1.5e6),
         ("score", 0, 0, 2.0e6, 0.25e6),
+        ("score", 0, 3, 0.0, 2.0e6),
+        ("score", 1, 2, 0.0, 1.0e6),
     ]
 
 
@@ -74,7 +82,7 @@ def test_a_sum_has_no_arrow():
 
 
 def test_a_batch_names_its_tasks_and_the_reasons_of_the_invalid_ones():
-    (batch,) = (e for e in of("X", events(step())) if e["name"] == "score")
+    (batch,) = (e for e in of("X", events(step())) if e["name"] == "score" and not e["tid"])
     assert batch["args"] == {"tasks": ["score/0", "score/1"], "number": 2, "invalid": {"score/1": "no answer"}}
 
 

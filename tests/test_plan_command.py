@@ -18,10 +18,10 @@ from algorithms.resume import Progress
 from algorithms.step import step_graph
 from asyncflow import checkpoint, gantt, launch
 from asyncflow.core.cost import CostTable
-from asyncflow.core.graph import LOCAL_KINDS, Kind
+from asyncflow.core.graph import DEVICE, LOCAL_KINDS, Kind
 from asyncflow.core.schedules import NAMES, cluster, schedule
 from asyncflow.core.simulate import simulate
-from asyncflow.core.trace import DEVICE, TRANSFER, Span, Trace
+from asyncflow.core.trace import TRANSFER, Span, Trace
 from asyncflow.errors import ConfigError
 from asyncflow.options import run
 from engines.rewards.registry import parse_rewards
@@ -236,6 +236,16 @@ def test_a_chart_shows_what_a_rank_did_longest() -> None:
     assert lines[:2] == ["rank 0  Rrr··Dd···", "rank 1  ······SsSs"]
     assert lines[2] == "        0 s 10.0 s"
     assert lines[3] == "R rollout  D decode  S score"
+
+
+def test_a_judge_that_is_apart_has_a_row_of_its_own() -> None:
+    spans = [
+        Span(0, "judge vr", "compare", ("compare/0",), 2.0, 8.0, 2),
+        Span(0, DEVICE, "rollout", ("rollout/0",), 0.0, 4.0, 1),
+    ]
+    lines = click.unstyle(gantt.chart(Trace(spans, 10.0), 28)).splitlines()
+    assert lines[:2] == ["rank 0            Rrrr······", "rank 0, judge vr  ··Cccccc··"]
+    assert lines[3] == "R rollout  C compare"
 
 
 def test_every_kind_that_a_rank_runs_has_a_letter_of_its_own() -> None:

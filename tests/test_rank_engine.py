@@ -275,11 +275,11 @@ class Parts:
 
 
 def test_judges_rest_where_training_begins():
-    """Once, before the first replay after a judgement, not while decodes and judgements alternate."""
+    """Before every replay, whatever else goes on; judges know whether they rest already."""
     parts = Parts()
     engine = RankEngine(parts, parts)
     kinds = [Kind.DECODE, Kind.SCORE, Kind.DECODE, Kind.COMPARE, Kind.REPLAY, Kind.REPLAY, Kind.UPDATE, Kind.ROLLOUT]
     for kind in [*kinds, Kind.SCORE, Kind.UPDATE, Kind.SCORE, Kind.REPLAY]:
         engine.run(Work((Task(f"{kind}/0/0", kind),), {}, None, None))
-    first = ["decode", "judge", "decode", "judge", "rest", "replay", "replay", "update", "rollout"]
+    first = ["decode", "judge", "decode", "judge", "rest", "replay", "rest", "replay", "update", "rollout"]
     assert parts.asked == [*first, "judge", "update", "judge", "rest", "replay"]

@@ -11,8 +11,8 @@ import torch
 from asyncflow.core.graph import Kind, Task
 from asyncflow.engine import Invalid, Work
 from asyncflow.errors import ConfigError, RewardError
+from engines.judge import JudgeEngine
 from engines.orders import JudgeOrder
-from engines.rank import JudgeEngine
 from engines.rewards.base import Reward, checked
 from engines.rewards.registry import parse_rewards
 from engines.rewards.testing import Blind, Brightness, BrightnessDuel, NotANumber

@@ -8,12 +8,12 @@ import pytest
 from algorithms.step import step_graph
 from asyncflow.core.bounds import best_bound
 from asyncflow.core.cost import StatedCosts
-from asyncflow.core.graph import JUDGE_KINDS, LOCAL_KINDS, Graph, Kind, Task
+from asyncflow.core.graph import DEVICE, JUDGE_KINDS, LOCAL_KINDS, Graph, Kind, Task
 from asyncflow.core.plan import Cluster, Plan
 from asyncflow.core.schedules import NAMES, Name, cluster, schedule
 from asyncflow.core.search import search
 from asyncflow.core.simulate import simulate
-from asyncflow.core.trace import DEVICE, Span
+from asyncflow.core.trace import Span
 from asyncflow.testing import HashedDurations, rl_step
 from engines.rewards.registry import WeightedReward, parse_rewards
 from engines.rewards.testing import BaseDuel

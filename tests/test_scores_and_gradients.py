@@ -20,10 +20,10 @@ from algorithms.dancegrpo import DanceGRPO, DanceGRPOConfig
 from algorithms.program import Sample, StepProgram
 from algorithms.train import dataflow
 from asyncflow.core.cost import BatchSeconds, Durations, StatedCosts
-from asyncflow.core.graph import Kind, producer
+from asyncflow.core.graph import DEVICE, Kind, producer
 from asyncflow.core.plan import able
 from asyncflow.core.schedules import NAMES, cluster, schedule
-from asyncflow.core.trace import DEVICE, Trace
+from asyncflow.core.trace import Trace
 from asyncflow.engine import Invalid, Result, Work
 from asyncflow.testing import HashedDurations, run_virtually
 from engines.adapter import AdapterSettings

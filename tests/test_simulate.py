@@ -6,11 +6,11 @@ from random import Random
 import pytest
 
 from asyncflow.core.dispatch import Run
-from asyncflow.core.graph import Graph, Kind, Task
+from asyncflow.core.graph import DEVICE, Graph, Kind, Task
 from asyncflow.core.plan import CONTROLLER, Plan
 from asyncflow.core.schedules import NAMES, Name, cluster, schedule
 from asyncflow.core.simulate import simulate
-from asyncflow.core.trace import DEVICE, TRANSFER, Trace
+from asyncflow.core.trace import TRANSFER, Trace
 from asyncflow.testing import HashedDurations, random_step, rl_step, run_virtually
 
 TIES = (0.0, 1.0, 2.0)
@@ -50,7 +50,10 @@ def test_a_schedule_is_executed_as_it_was_simulated(name: Name, forward_replays:
         random = Random(seed)
         ranks = random.randint(1 if name == "colocated" else 2, 4)
         judges = 0 if name == "colocated" else random.randint(1, ranks - 1)
-        dataflow = rl_step(groups=random.randint(1, 4), batches=random.randint(1, 2), mini_batches=random.randint(1, 2))
+        dataflow = rl_step(
+            groups=random.randint(1, 4), batches=random.randint(1, 2), mini_batches=random.randint(1, 2),
+            judges={"here": False, "apart": True},
+        )  # fmt: skip
         roles = cluster(name, ranks, judges)
         graph, plan = schedule(
             name, dataflow, roles, forward_replays=forward_replays, judge_batch=random.randint(1, 3)
@@ -65,7 +68,7 @@ def test_the_commands_are_the_same_too():
     result = run_virtually(graph, plan, HashedDurations(5, TIES))
     started = [command for _, made in result.log for command in made if isinstance(command, Run)]
     spans = simulate(graph, plan, HashedDurations(5, TIES)).spans
-    assert {(run.ticket, run.tasks) for run in started} == {(s.number, s.tasks) for s in spans if s.lane == DEVICE}
+    assert {(run.ticket, run.tasks) for run in started} == {(s.number, s.tasks) for s in spans if s.lane != TRANSFER}
 
 
 def test_a_transfer_waits_for_the_lanes_of_both_its_ends():
@@ -93,6 +96,29 @@ def test_a_gang_holds_the_transfer_lanes_of_its_ranks():
     plan = Plan({**places, "replay/0": (2,), "score/0": (0,)}, tuple(graph.tasks))
     trace = simulate(graph, plan, Fixed(rollout=1.0, update=5.0, replay=3.0, frames=1.0, path=1.0))
     assert spans(trace, 0, TRANSFER) == [(("rollout/0",), 1.0, 2.0), (("replay/0",), 6.0, 7.0)]
+
+
+def judged_by(*apart: bool) -> Trace:
+    """A rank that decodes, judges two videos by as many judges as there are arguments, and replays."""
+    tasks = [Task("decode/0", Kind.DECODE)]
+    for number, is_apart in enumerate(apart):
+        judge = {"inputs": ("decode/0.frames",), "judge": f"number {number}", "apart": is_apart}
+        tasks += [Task(f"score/{number}/{video}", Kind.SCORE, **judge) for video in (0, 1)]
+    graph = Graph([*tasks, Task("replay/0", Kind.REPLAY)])
+    plan = Plan(dict.fromkeys(graph.tasks, (0,)), tuple(graph.tasks))
+    return simulate(graph, plan, Fixed(decode=1.0, score=3.0, replay=4.0))
+
+
+def test_judges_that_are_apart_judge_at_once_while_the_device_goes_on():
+    """Each on a lane of its own, one batch after another; those that are not take turns on the device."""
+    trace = judged_by(True, True)
+    assert spans(trace, 0, DEVICE) == [(("decode/0",), 0.0, 1.0), (("replay/0",), 1.0, 5.0)]
+    for number in (0, 1):
+        first, second = f"score/{number}/0", f"score/{number}/1"
+        assert spans(trace, 0, f"judge number {number}") == [((first,), 1.0, 4.0), ((second,), 4.0, 7.0)]
+    assert trace.seconds == 7.0 and trace.lanes() == [(0, DEVICE), (0, "judge number 0"), (0, "judge number 1")]
+    assert judged_by(True, False).seconds == 1.0 + 2 * 3.0 + 4.0
+    assert judged_by(False, False).seconds == 1.0 + 4 * 3.0 + 4.0
 
 
 def test_a_step_that_takes_too_long_is_given_up():

@@ -12,6 +12,7 @@ import torch
 
 from asyncflow import streams
 from asyncflow.communicator import GangSum
+from asyncflow.core.graph import Kind, Task
 from asyncflow.engine import Engine, Result, Work
 from asyncflow.launch import EngineDevice
 
@@ -83,7 +84,7 @@ def test_a_task_is_done_when_its_event_is(gpu: Gpu):
     async def main() -> None:
         device = EngineDevice()
         await device.load(Launching)
-        running = asyncio.ensure_future(device.run(Work((), {}, None)))
+        running = asyncio.ensure_future(device.run(Work((Task("rollout/0", Kind.ROLLOUT),), {}, None)))
         for _ in range(100):
             await asyncio.sleep(0)
         assert not running.done()

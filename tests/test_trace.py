@@ -5,10 +5,10 @@ from random import Random
 import pytest
 
 from asyncflow.core.dispatch import Move, Run
-from asyncflow.core.graph import Graph, Kind, Task
+from asyncflow.core.graph import DEVICE, Graph, Kind, Task
 from asyncflow.core.plan import CONTROLLER
 from asyncflow.core.simulate import simulate
-from asyncflow.core.trace import DEVICE, TRANSFER, Span, Trace, busy_share, waited_for
+from asyncflow.core.trace import TRANSFER, Span, Trace, busy_share, waited_for
 from asyncflow.testing import HashedDurations, random_step
 
 GRAPH = Graph(

@@ -34,8 +34,8 @@ def bounds(graph: Graph, cluster: Cluster, durations: Durations, *, judge_batch:
     """Lower bounds on the seconds of a step, by name. Raises what `durations` raises.
 
     `path`: the longest chain of tasks, and of transfers between ranks that cannot be one. `ranks`, `policy`, `actors`,
-    `judges`: the work that only these can do, shared evenly, after what each must wait for and before what must
-    follow. A kind, with a judge's name: one rank gets at least its share of these tasks, rounded up.
+    `judges`: the work that only the devices of these can do, shared evenly, after what each must wait for and before
+    what must follow. A kind, with a judge's name: one rank gets at least its share of these tasks, rounded up.
     """
     return _Work(graph, cluster, durations, judge_batch).bounds(graph.tasks)
 
@@ -80,8 +80,13 @@ def _reach(start: str, neighbours: Callable[[str], Iterable[str]]) -> set[str]:
     return found
 
 
-Row = tuple[Kind, str, str]
-"""Tasks of one row cost the same: kind, shape (a judge takes all in one batch) and judge."""
+class Row(NamedTuple):
+    """What tasks that cost the same have in common; a judge takes those of any shape in one batch."""
+
+    kind: Kind
+    shape: str
+    judge: str
+    apart: bool
 
 
 class _Work:
@@ -98,7 +103,7 @@ class _Work:
         for task in graph:
             rows[_row(task)].append(task)
         self._least = {
-            row: self._at_least(tasks, durations, judge_batch if row[0] in JUDGE_KINDS else 1)
+            row: self._at_least(tasks, durations, judge_batch if row.kind in JUDGE_KINDS else 1)
             for row, tasks in rows.items()
         }
         self._gang = {
@@ -138,18 +143,21 @@ class _Work:
         for role, ranks in self._roles.items():
             # Each rank is idle before the first and after the last task that counts here. One that gets none of
             # them is idle for the whole step, which is no shorter than a path through any task it could have run.
-            inside = [row for row in rows if row[0] is Kind.UPDATE or set(self._able[row[0]]) <= set(ranks)]
-            work = sum(self._least[row][len(rows[row])] for row in inside if row[0] is not Kind.UPDATE)
+            inside = [
+                row
+                for row in rows
+                if not row.apart and (row.kind is Kind.UPDATE or set(self._able[row.kind]) <= set(ranks))
+            ]
+            work = sum(self._least[row][len(rows[row])] for row in inside if row.kind is not Kind.UPDATE)
             work += sum(self._gang[name].get(rank, 0.0) for name in gangs for rank in ranks)
             for rank in ranks:
-                mine = [row for row in inside if rank in self._able[row[0]]]
+                mine = [row for row in inside if rank in self._able[row.kind]]
                 work += min((early[row] for row in mine), default=0.0) + min((late[row] for row in mine), default=0.0)
             found[role] = work / len(ranks)
         for row, names in rows.items():
-            kind, _, judge = row
-            if kind not in LOCAL_KINDS and kind is not Kind.UPDATE:
-                share = -(-len(names) // len(self._able[kind]))
-                name = f"{kind}/{judge}" if judge else str(kind)
+            if row.kind not in LOCAL_KINDS and row.kind is not Kind.UPDATE:
+                share = -(-len(names) // len(self._able[row.kind]))
+                name = f"{row.kind}/{row.judge}" if row.judge else str(row.kind)
                 found[name] = max(found.get(name, 0.0), early[row] + self._least[row][share] + late[row])
         return found
 
@@ -186,4 +194,4 @@ class _Work:
 
 
 def _row(task: Task) -> Row:
-    return task.kind, "" if task.kind in JUDGE_KINDS else task.shape, task.judge
+    return Row(task.kind, "" if task.kind in JUDGE_KINDS else task.shape, task.judge, task.apart)

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple, Protocol
 import msgspec
 
 from asyncflow.core.graph import LOCAL_KINDS, Graph, Kind, Task
-from asyncflow.core.trace import DEVICE, SUM, TRANSFER, Trace
+from asyncflow.core.trace import SUM, TRANSFER, Trace
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -70,12 +70,12 @@ class CostTable(msgspec.Struct):
         moved: dict[tuple[int, str], float] = {}
         for span in trace.spans:
             task = graph[span.tasks[0]]
-            if span.lane == DEVICE and not span.cancelled:
-                key = run_key(span.rank, task, len(span.tasks))
-                self.runs[key] = [*self.runs.get(key, []), span.end - span.start][-self.keep :]
-            elif span.lane == TRANSFER:  # it stands on all its ranks
+            if span.lane == TRANSFER:  # it stands on all its ranks
                 transfer = span.number, f"{task.kind}.{span.name}"
                 moved[transfer] = min(moved.get(transfer, math.inf), span.end - span.start)
+            elif not span.cancelled:
+                key = run_key(span.rank, task, len(span.tasks))
+                self.runs[key] = [*self.runs.get(key, []), span.end - span.start][-self.keep :]
         for (_, key), seconds in moved.items():
             self.moves[key] = [*self.moves.get(key, []), seconds][-self.keep :]
 

@@ -1,9 +1,10 @@
 """The dispatcher: the one place that decides what runs next, as a pure state machine `on(event) -> [command]`.
 
 Invariants: a command depends on the events so far and on nothing else; a task starts once, after everything it waits
-for has ended and its tensors are on its rank; a rank's device lane runs one command at a time; everything that moves
-takes the next number of one sequence, so that every rank can launch its share in increasing order without a cycle; a
-tensor is dropped from a rank exactly once, after its last use there.
+for has ended and its tensors are on its rank; a rank has a lane for its device and one for each judge that is apart,
+and each runs one command at a time; everything that moves takes the next number of one sequence, so that every rank can
+launch its share in increasing order without a cycle; a tensor is dropped from a rank exactly once, after its last use
+there.
 
 `simulate` drives it with a heap, `Controller` with asyncio. Both must feed events in the order they happen.
 """
@@ -106,6 +107,9 @@ class Abort(msgspec.Struct, frozen=True):
     reason: str
 
 
+Place = tuple[int, str]
+"""A rank, and one of its lanes."""
+
 Event = Begin | Done | Moved | Unneeded | Failed | RankLost
 Command = Run | Move | Drop | Cancel | Abort
 
@@ -123,7 +127,9 @@ class Dispatcher:
         self._waiting_for = {task.id: set(task.predecessors) for task in graph}
         self._missing: dict[str, set[str]] = {task.id: set() for task in graph}
         self._priority = {name: position for position, name in enumerate(plan.order)}
-        self._ready: dict[int, list[str]] = {rank: [] for rank in sorted({r for rs in plan.ranks.values() for r in rs})}
+        self._places = {task.id: [(rank, task.lane) for rank in plan.ranks[task.id]] for task in graph}
+        """The lanes that each task occupies: of a gang all, else one."""
+        self._ready: dict[Place, list[str]] = {place: [] for places in self._places.values() for place in places}
         self._uses: Counter[tuple[str, int]] = Counter()
         self._owner = {tensor: producer(tensor) for tensor in graph.consumers}
         self._home = {tensor: plan.ranks[owner][0] for tensor, owner in self._owner.items()}
@@ -145,8 +151,8 @@ class Dispatcher:
         """The run commands that were told to stop."""
         self._moving: dict[int, Move] = {}
         self._on_its_way: set[tuple[str, int]] = set()
-        self._busy: set[int] = set()
-        self._changed: set[int] = set()
+        self._busy: set[Place] = set()
+        self._changed: set[Place] = set()
         """Lanes that became idle or were given something ready since the last look."""
         self._ticket = 0
         self.sequence = 0
@@ -195,8 +201,9 @@ class Dispatcher:
                     self._queue_if_ready(name)
             case Done(ticket=ticket, rank=rank, cancelled=cancelled):
                 assert not cancelled or ticket in self._cancelled, f"run command {ticket} was not told to stop"
-                self._busy.discard(rank)
-                self._changed.add(rank)
+                place = rank, self.graph[self._running[ticket].tasks[0]].lane
+                self._busy.discard(place)
+                self._changed.add(place)
                 self._running_on[ticket].discard(rank)
                 if not self._running_on[ticket]:
                     del self._running_on[ticket]
@@ -222,7 +229,7 @@ class Dispatcher:
                 return
         yield from self._start(self.plan.judge_wait)
         if not self._running and not self._moving:  # judges wait for what needs the very batch they gather
-            self._changed.update(rank for rank, ready in self._ready.items() if ready)
+            self._changed.update(place for place, ready in self._ready.items() if ready)
             yield from self._start(1)
 
     def _finish(self, name: str) -> Iterator[Command]:
@@ -255,10 +262,10 @@ class Dispatcher:
         if name in self._finished or name in self._started:
             return
         self._forget_judging((name,))
-        for rank in self.plan.ranks[name]:
-            if name in self._ready[rank]:
-                self._ready[rank].remove(name)
-                self._changed.add(rank)  # a gang no longer reserves it
+        for place in self._places[name]:
+            if name in self._ready[place]:
+                self._ready[place].remove(name)
+                self._changed.add(place)  # a gang no longer reserves it
         yield from self._forgo(name)
 
     def _cancel(self, tasks: tuple[str, ...]) -> Iterator[Command]:
@@ -308,27 +315,27 @@ class Dispatcher:
 
     def _queue_if_ready(self, name: str) -> None:
         if not self._waiting_for[name] and not self._missing[name] and name not in self._finished:
-            for rank in self.plan.ranks[name]:
-                insort(self._ready[rank], name, key=self._priority.__getitem__)
-                self._changed.add(rank)
+            for place in self._places[name]:
+                insort(self._ready[place], name, key=self._priority.__getitem__)
+                self._changed.add(place)
 
     def _start(self, judge_wait: int) -> Iterator[Command]:
         """Start the first ready task of every idle lane. A ready gang reserves its ranks until all of them are idle."""
         changed, self._changed = sorted(self._changed), set()
-        for rank in changed:
-            ready = self._ready[rank]
-            if rank in self._busy or not ready:
+        for place in changed:
+            ready = self._ready[place]
+            if place in self._busy or not ready:
                 continue
             gang = next(filter(self.graph.gangs.__contains__, ready), None)
             if gang is None:
-                tasks = self._first(rank, ready, judge_wait)
+                tasks = self._first(place[0], ready, judge_wait)
             else:
-                tasks = () if self._busy & set(self.plan.ranks[gang]) else (gang,)
+                tasks = (gang,) if self._busy.isdisjoint(self._places[gang]) else ()
             if tasks:
                 yield self._run(tasks)
 
     def _first(self, rank: int, ready: list[str], judge_wait: int) -> tuple[str, ...]:
-        """The first ready task of a rank, or its first judge batch that is large enough; none if all are too small."""
+        """The first ready task of a lane, or its first judge batch that is large enough; none if all are too small."""
         small: set[tuple[Kind, str]] = set()
         for name in ready:
             task = self.graph[name]
@@ -350,11 +357,12 @@ class Dispatcher:
         self.sequence += gang
         keep = tuple(tensor for name in tasks for tensor in self.graph.outputs[name])
         run = Run(self._ticket, tasks, ranks, keep, self.sequence if gang else 0)
-        for rank in ranks:
-            self._ready[rank] = [name for name in self._ready[rank] if name not in tasks]
+        places = self._places[tasks[0]]
+        for place in places:
+            self._ready[place] = [name for name in self._ready[place] if name not in tasks]
         self._started.update(tasks)
         self._forget_judging(tasks)
-        self._busy.update(ranks)
+        self._busy.update(places)
         self._running[run.ticket] = run
         self._running_on[run.ticket] = set(ranks)
         return run
@@ -364,6 +372,6 @@ class Dispatcher:
         for name in tasks:
             task = self.graph[name]
             if task.kind in JUDGE_KINDS:
-                (rank,) = self.plan.ranks[name]
-                self._to_judge[rank, task.kind, task.judge] -= 1
-                self._changed.add(rank)  # those that are ready may now be all that are left
+                (place,) = self._places[name]
+                self._to_judge[place[0], task.kind, task.judge] -= 1
+                self._changed.add(place)  # those that are ready may now be all that are left

@@ -38,6 +38,9 @@ LOCAL_KINDS = frozenset({Kind.REWARD, Kind.ADVANTAGE, Kind.BARRIER})
 JUDGE_KINDS = frozenset({Kind.SCORE, Kind.COMPARE})
 """Kinds of which a reward rank may take several ready tasks as one batch."""
 
+DEVICE = "device"
+"""The lane of a rank for all that its own engine computes."""
+
 
 class Task(msgspec.Struct, frozen=True, dict=True):
     """One unit of work.
@@ -45,7 +48,8 @@ class Task(msgspec.Struct, frozen=True, dict=True):
     An `id` is `<kind>/<position>`. `inputs` name tensors, as `<task id>.<part>`; the rank that made a tensor, of a gang
     the first, keeps it, and the dispatcher has it moved where it is read. `values` name tasks whose small results
     (log-probabilities, scores, advantages) this one needs; they travel with the control messages. `after` only orders.
-    `candidates` are positions in the task's group, and `judge` names the reward.
+    `candidates` are positions in the task's group, and `judge` names the reward. What is `apart` is computed elsewhere,
+    by a server or processes beside the rank, which merely waits for it: on a lane of that judge's own.
     """
 
     id: str
@@ -58,6 +62,12 @@ class Task(msgspec.Struct, frozen=True, dict=True):
     mini_batch: int = -1
     candidates: tuple[int, ...] = ()
     judge: str = ""
+    apart: bool = False
+
+    @cached_property
+    def lane(self) -> str:
+        """The lane of its rank that it occupies; what shares one runs one after another."""
+        return f"judge {self.judge}" if self.apart else DEVICE
 
     @cached_property
     def predecessors(self) -> frozenset[str]:
@@ -88,6 +98,7 @@ class Graph:
         self.successors: dict[str, list[str]] = {name: [] for name in self.tasks}
         self.consumers: dict[str, list[str]] = {}
         for task in self.tasks.values():
+            assert not task.apart or task.kind in JUDGE_KINDS, f"{task.id} is no judgement, so its rank computes it"
             for name in sorted(task.predecessors):
                 assert name in self.tasks, f"task {task.id} waits for {name}, which is not in the graph"
                 self.successors[name].append(task.id)

@@ -47,7 +47,7 @@ def simulate(graph: Graph, plan: Plan, durations: Durations, *, limit: float = i
                     trace.ran(command, graph, rank, now, end)
                     if tasks[0].kind not in JUDGE_KINDS:
                         left[rank] -= seconds
-                    if end + left[rank] > limit:
+                    if end + (0.0 if tasks[0].apart else left[rank]) > limit:
                         trace.seconds = inf
                     if command.sequence:
                         lane_free[rank] = max(lane_free[rank], end)

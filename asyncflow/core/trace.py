@@ -1,14 +1,14 @@
 """What ran when: the record of a step, measured or simulated, and what can be read off it.
 
-Invariant: on one rank's lane spans do not overlap. The controller and the simulator make traces of this one type.
+Invariant: on one lane of a rank spans do not overlap. The controller and the simulator make traces of this one type.
 """
 
 import msgspec
 
 from asyncflow.core.dispatch import Move, Run
-from asyncflow.core.graph import LOCAL_KINDS, Graph
+from asyncflow.core.graph import DEVICE, LOCAL_KINDS, Graph
+from asyncflow.core.plan import CONTROLLER
 
-DEVICE = "device"
 TRANSFER = "transfer"
 SUM = "sum"
 
@@ -16,9 +16,9 @@ SUM = "sum"
 class Span(msgspec.Struct, frozen=True):
     """One command on one lane, from `start` to `end` in seconds since the step began.
 
-    `lane` is "device" or "transfer"; a transfer stands on the lanes of both its ends, and a gang's sum, with the wait
-    for the last of its ranks, on those of all. `name` is a kind, the part of a tensor that moves, or "sum". `tasks` are
-    the tasks that ran, or the one that made the tensor. What was `cancelled` stopped early.
+    `lane` is that of its tasks or "transfer"; a transfer stands on the lanes of both its ends, and a gang's sum, with
+    the wait for the last of its ranks, on those of all. `name` is a kind, the part of a tensor that moves, or "sum".
+    `tasks` are the tasks that ran, or the one that made the tensor. What was `cancelled` stopped early.
     """
 
     rank: int
@@ -43,8 +43,8 @@ class Trace(msgspec.Struct):
 
     def ran(self, run: Run, graph: Graph, rank: int, start: float, end: float, *, cancelled: bool = False) -> None:
         """Record a run command on one of its ranks."""
-        kind = graph[run.tasks[0]].kind
-        self.spans.append(Span(rank, DEVICE, kind, run.tasks, start, end, run.ticket, cancelled))
+        task = graph[run.tasks[0]]
+        self.spans.append(Span(rank, task.lane, task.kind, run.tasks, start, end, run.ticket, cancelled))
         self.seconds = max(self.seconds, end)
 
     def moved(self, move: Move, start: float, end: float) -> None:
@@ -59,28 +59,32 @@ class Trace(msgspec.Struct):
         self.spans.append(Span(rank, TRANSFER, SUM, run.tasks, start, end, run.sequence))
 
     def sort(self) -> None:
-        """Put the spans in the order of the commands: device lanes by ticket, then transfers by sequence number."""
+        """Put the spans in the order of the commands: by kind of lane, then by ticket or sequence number."""
         self.spans.sort(key=lambda span: (span.lane, span.number, span.rank))
 
-    def device(self, rank: int) -> list[Span]:
-        """The spans of a rank's device lane, by time."""
-        return sorted((s for s in self.spans if s.rank == rank and s.lane == DEVICE), key=lambda s: (s.start, s.number))
+    def on(self, rank: int, lane: str = DEVICE) -> list[Span]:
+        """The spans of one of a rank's lanes, by time."""
+        return sorted((s for s in self.spans if (s.rank, s.lane) == (rank, lane)), key=lambda s: (s.start, s.number))
+
+    def lanes(self) -> list[tuple[int, str]]:
+        """The lanes on which ranks ran tasks, with the rank of each: its device first."""
+        return sorted({(s.rank, s.lane) for s in self.spans if s.lane != TRANSFER and s.rank != CONTROLLER})
 
 
-def busy_share(trace: Trace, rank: int) -> float:
-    """The part of the step, from 0 to 1, in which the rank's device lane ran a task."""
-    return sum(span.end - span.start for span in trace.device(rank)) / trace.seconds if trace.seconds else 0.0
+def busy_share(trace: Trace, rank: int, lane: str = DEVICE) -> float:
+    """The part of the step, from 0 to 1, in which the rank's lane ran a task."""
+    return sum(span.end - span.start for span in trace.on(rank, lane)) / trace.seconds if trace.seconds else 0.0
 
 
 def waited_for(trace: Trace, graph: Graph, rank: int) -> dict[str, float]:
-    """The idle seconds of a rank by what they were spent waiting for.
+    """The idle seconds of a rank's device by what they were spent waiting for.
 
     The gap before a span is charged to what came last: the kind of the task it needed, "transfer" if the move of an
     input was later still, "gang" if it waited for the other ranks of a gang to be idle, "dispatch" if nothing was
     missing but the word to start. The gap after a rank's last task is "end of step".
     """
-    ends = {name: span.end for span in trace.spans if span.lane == DEVICE for name in span.tasks}
-    made_here = {name for span in trace.device(rank) for name in span.tasks}
+    ends = {name: span.end for span in trace.spans if span.lane != TRANSFER for name in span.tasks}
+    made_here = {name for span in trace.on(rank) for name in span.tasks}
     moves = {
         f"{span.tasks[0]}.{span.name}": span.end
         for span in trace.spans
@@ -98,10 +102,10 @@ def waited_for(trace: Trace, graph: Graph, rank: int) -> dict[str, float]:
 
     waits: dict[str, float] = {}
     free = 0.0
-    for span in trace.device(rank):
+    for span in trace.on(rank):
         if span.start > free:
             gang = [
-                (max((s.end for s in trace.device(other.rank) if s.end <= span.start), default=0.0), "gang")
+                (max((s.end for s in trace.on(other.rank) if s.end <= span.start), default=0.0), "gang")
                 for other in trace.spans
                 if other.lane == DEVICE and other.number == span.number and other.rank != rank
             ]

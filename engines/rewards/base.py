@@ -46,6 +46,11 @@ class Reward(ABC):
     name: str
     on_invalid: OnInvalid = "drop-candidate"
     """What one candidate without a reward means: it alone is left out, or its group is, or the run ends."""
+    apart: bool = False
+    """Whether others compute its judgements, a server or the CPU, while the rank's device goes on with other work.
+
+    It is then called from a thread of its own, one batch at a time.
+    """
     max_invalid: float = 1.0
     """The share of its judgements over some steps that may be invalid; more ends the run."""
     efforts: Sequence[Effort] = ()
@@ -65,7 +70,10 @@ class Reward(ABC):
         """Load what judging needs; called once, on the ranks that judge."""
 
     def rest(self) -> None:  # noqa: B027
-        """Give back what memory it can until the next judgement; called where its rank goes on to train."""
+        """Give back what memory it can until the next judgement; called where its rank goes on to train.
+
+        Once after a judgement, and never during one.
+        """
 
     def close(self) -> None:  # noqa: B027 - nor to give back
         """Give back what was loaded, processes and connections above all; called once, after the last judgement."""

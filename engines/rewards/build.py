@@ -73,8 +73,10 @@ def _short(protocol: str, place: str) -> JudgeSettings:
 
 def _judge(settings: JudgeSettings, folder: Path) -> Reward:
     protocol = _protocol(settings, folder)
-    engine, needs = _engine(settings, folder, protocol)
-    chat = ChatJudge(engine, protocol, concurrency=settings.concurrency, deadline=settings.deadline, needs=needs)
+    engine, needs, apart = _engine(settings, folder, protocol)
+    chat = ChatJudge(
+        engine, protocol, concurrency=settings.concurrency, deadline=settings.deadline, needs=needs, apart=apart
+    )
     name = settings.name or str(settings.protocol)
     judge: Reward
     if protocol.videos == 1:
@@ -121,23 +123,23 @@ def _pattern(answer: str) -> re.Pattern[str]:
 
 def _engine(
     settings: JudgeSettings, folder: Path, protocol: ChatProtocol
-) -> tuple[Callable[[], ChatEngine], Callable[[int, int, torch.device], Needs]]:
-    """How the engine is made, and what it will take."""
+) -> tuple[Callable[[], ChatEngine], Callable[[int, int, torch.device], Needs], bool]:
+    """How the engine is made, what it will take, and whether it computes elsewhere."""
     if not settings.url:
         model = folder / settings.model
         has_vllm = importlib.util.find_spec("vllm") is not None
         if settings.engine == "transformers" or (settings.engine is None and not has_vllm):
             check_folder(model)
             rows = min(BATCH, settings.concurrency)
-            return partial(InProcess, model), partial(in_process_needs, model, protocol, rows)
+            return partial(InProcess, model), partial(in_process_needs, model, protocol, rows), InProcess.apart
         if not has_vllm:
             raise ConfigError("engine: vllm is not installed: pip install 'asyncflow[judges]'")
         if not (model / "config.json").is_file():
             raise ConfigError(f"model: {model} has no config.json; give the folder of a vision-language model")
         engine = partial(Vllm, model, images=protocol.images, concurrency=settings.concurrency)
-        return engine, partial(vllm_needs, model, protocol, settings.concurrency, BATCHED_TOKENS)
+        return engine, partial(vllm_needs, model, protocol, settings.concurrency, BATCHED_TOKENS), Vllm.apart
     if importlib.util.find_spec("openai") is None:
         raise ConfigError("an endpoint needs the package openai: pip install 'asyncflow[openai]'")
     from engines.rewards.chat.endpoint import Endpoint
 
-    return partial(Endpoint, settings.url, settings.model), no_needs
+    return partial(Endpoint, settings.url, settings.model), no_needs, Endpoint.apart

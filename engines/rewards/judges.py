@@ -1,7 +1,8 @@
 """Judges that write: rewards made of a chat engine and a protocol.
 
 Invariant: between `load` and `close` the judge has an event loop of its own, which runs in the calling thread while a
-batch is judged, and only then; an engine that is asynchronous inside lives in it. `build` makes judges.
+batch is judged, and only then; an engine that is asynchronous inside lives in it. One thread may load it and another
+one ask. `build` makes judges.
 """
 
 import asyncio
@@ -36,6 +37,7 @@ class ChatJudge:
         concurrency: int,
         deadline: float,
         needs: Callable[[int, int, torch.device], Needs] = no_needs,
+        apart: bool = False,
     ) -> None:
         self._make_engine = make_engine
         self._protocol = protocol
@@ -43,6 +45,8 @@ class ChatJudge:
         self._deadline = deadline
         self.needs = needs
         """What the engine will take; see `Reward`."""
+        self.apart = apart
+        """Whether it computes elsewhere; see `Reward`."""
         self._runner: asyncio.Runner | None = None
 
     def load(self, device: torch.device, cache_bytes: int) -> None:
@@ -83,6 +87,7 @@ class WritingJudge(Reward):
     def __init__(self, name: str, chat: ChatJudge, *, on_invalid: OnInvalid) -> None:
         self.name = name
         self.on_invalid = on_invalid
+        self.apart = chat.apart
         self._chat = chat
 
     def needs(self, height: int, width: int, device: torch.device) -> Needs:

@@ -26,6 +26,7 @@ class Ocr(PointwiseReward):
     """See the module. Raises ConfigError where the packages are missing."""
 
     name = "ocr"
+    apart = True
 
     def __init__(self) -> None:
         if any(importlib.util.find_spec(package) is None for package in ("rapidocr", "onnxruntime")):

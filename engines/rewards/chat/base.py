@@ -76,6 +76,9 @@ class Died(Exception):
 class ChatEngine(ABC):
     """Completes conversations. All its methods are awaited in one event loop, which runs only while one is."""
 
+    apart: bool = False
+    """Whether it computes outside this process."""
+
     @abstractmethod
     async def start(self, device: torch.device, cache_bytes: int) -> None:
         """Be ready to answer, with so much for a KV cache. Raises RewardError, or one of the exceptions above."""

@@ -34,6 +34,8 @@ T = TypeVar("T")
 class Endpoint(ChatEngine):
     """See the module. Without a `model` the endpoint must serve exactly one."""
 
+    apart = True
+
     def __init__(self, url: str, model: str = "") -> None:
         self._url = url
         self.model = model

@@ -41,6 +41,8 @@ REPEATS, LONGEST_REPEAT = 16, 64
 class Vllm(ChatEngine):
     """See the module. It shows at most `images` in one conversation and holds `concurrency` at once."""
 
+    apart = True
+
     def __init__(self, folder: Path, *, images: int, concurrency: int) -> None:
         self._folder = folder
         self._images = images
