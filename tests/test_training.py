@@ -58,6 +58,25 @@ def test_the_command_starts_its_own_ranks(recipe, uninterrupted, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("ranks", "options"), [(1, []), (2, ["--schedule=stagebreaker"]), (2, ["--schedule=merged-replay"])]
+)
+def test_rewards_that_are_apart_judge_at_once_and_change_no_bit(
+    ranks, options, recipe, uninterrupted, run_ranks, tmp_path
+):
+    """Each waits until the other one is judging on its rank, too; both are in the trace, beside the device's work."""
+    apart = [option.replace(":Brightness", ":ApartBrightness") for option in recipe]
+    options = [*apart, "--steps=3", f"--out={tmp_path / 'run'}", *options]
+    codes, output = run_ranks(ranks, options, tmp_path / "output")
+    assert codes == [0] * ranks, output
+    assert weights(tmp_path / "run") == weights(uninterrupted)[:3]
+    events = json.loads((tmp_path / "run/trace/step-000001.json").read_text())["traceEvents"]
+    kinds = {(event["cat"], event["name"]) for event in events if event["ph"] == "X"}
+    assert {("judge brightness", "score"), ("judge brightness-duel", "compare"), ("device", "decode")} <= kinds
+    judge = {f"rank/{ranks - 1}/busy/judge_{name}" for name in ("brightness", "brightness-duel")}
+    assert judge <= set(metrics(tmp_path / "run")[-1])
+
+
+@pytest.mark.parametrize(
     ("ranks", "options"),
     [
         (3, ["--schedule=async-reward", "--channel=gloo"]),

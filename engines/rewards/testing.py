@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -44,6 +45,46 @@ class BaseDuel(BrightnessDuel):
     def pairs(self, group_size: int) -> list[tuple[int, int]]:
         """See `PairwiseReward`."""
         return scheme(REFERENCE, group_size, both_orders=True)
+
+
+class _Meeting:
+    """Where those that are apart meet: each goes on once both are judging."""
+
+    patience_s = 30.0
+
+    def __init__(self) -> None:
+        self._begun = {"brightness": Event(), "brightness-duel": Event()}
+
+    def wait(self, name: str) -> None:
+        """Raises RewardError if the other one does not come."""
+        self._begun[name].set()
+        if not all(begun.wait(self.patience_s) for begun in self._begun.values()):
+            raise RewardError(f"{name} judges alone")
+
+
+_MEETING = _Meeting()
+
+
+class ApartBrightness(Brightness):
+    """The same, apart, and not before `ApartBrightnessDuel` is judging, too."""
+
+    apart = True
+
+    def score(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> list[Outcome]:
+        """See `PointwiseReward`."""
+        _MEETING.wait(self.name)
+        return super().score(videos, prompts)
+
+
+class ApartBrightnessDuel(BrightnessDuel):
+    """The same, apart, and not before `ApartBrightness` is judging, too."""
+
+    apart = True
+
+    def compare(self, videos: Sequence[tuple[Tensor, Tensor]], prompts: Sequence[str]) -> list[Outcome]:
+        """See `PairwiseReward`."""
+        _MEETING.wait(self.name)
+        return super().compare(videos, prompts)
 
 
 class NotANumber(Brightness):
