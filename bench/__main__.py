@@ -9,6 +9,7 @@ from bench.figures import figures
 from bench.judge import judge
 from bench.learning import learning
 from bench.replay import replay
+from bench.rewards import rewards
 from bench.samples import samples
 from bench.schedules import schedules
 from bench.timeline import timeline
@@ -20,7 +21,10 @@ def bench() -> None:
     """Measure asyncflow; every number in its documents is printed by one of these."""
 
 
-for command in (dispatch, emulate, fidelity, figures, judge, learning, replay, samples, schedules, timeline, transport):
+COMMANDS = (
+    dispatch, emulate, fidelity, figures, judge, learning, replay, rewards, samples, schedules, timeline, transport,
+)  # fmt: skip
+for command in COMMANDS:
     bench.add_command(command)
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ keeps to the schedule that the simulator promised, with tensors that really move
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -40,9 +39,27 @@ WARM_UP = 0.02
 """The part of a unit that a unit lasts in the step before the first one measured."""
 
 
-class Order(msgspec.Struct, frozen=True):
-    """What the command asks of its ranks; it lies in the run's folder with the plans."""
+class Case(msgspec.Struct, frozen=True):
+    """A schedule of the paper's load, and who judges."""
 
+    schedule: Name
+    judges: int = 1
+    apart: bool = False
+
+    @property
+    def name(self) -> str:
+        """As its files are called."""
+        return f"{self.schedule}-{self.judges}{'-apart' if self.apart else ''}"
+
+    def load(self) -> Load:
+        """The step, with the schedule's own plan."""
+        return load(self.schedule, judges=self.judges, apart=self.apart)
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What a command asks of its ranks; it lies in the run's folder with the plans."""
+
+    cases: tuple[Case, ...]
     unit: float
     rounds: int
     frames: tuple[int, ...]
@@ -119,28 +136,42 @@ class Profiled:
               help="Keep every n-th pixel of the 480 x 832 frames, whose 81 are 97 MB: six ranks may share few cores.")
 def emulate(json_file: Path | None, out: Path, unit: float, rounds: int, downsample: int) -> None:
     """The five schedules on 4 actors and 2 reward ranks that wait out the paper's durations, 24 candidates a step."""
-    loads = {name: load(name).searched() for name in NAMES}
-    out.mkdir(parents=True, exist_ok=True)
-    order = Order(unit, rounds, (81, 480 // downsample, 832 // downsample, 3))
-    _write(out / "order.json", order)
-    for name, step in loads.items():
-        _write(out / f"{name}.plan.json", step.plan)
-    if launch.start_ranks(RANKS, "bench.emulate", [str(out)]):
-        raise click.ClickException("a rank failed; it has said why")
-    traces = {
-        name: msgspec.json.decode((out / f"{name}.traces.json").read_bytes(), type=list[Trace]) for name in NAMES
-    }
-    rows = [_row(step, traces[name], unit) for name, step in loads.items()]
+    order = Order(tuple(map(Case, NAMES)), unit, rounds, frames(downsample))
+    rows = [{"schedule": case.schedule, **row(step, traces, unit)} for case, step, traces in measured(order, out)]
     for label, key in (("plan", "planned_s"), ("measured", "measured_s")):
         for base in ("colocated", "async-reward"):
-            seconds = next(row[key] for row in rows if row["schedule"] == base)
-            for row in rows:
-                row[f"{label} x {base}"] = seconds / row[key]
-    title = f"{RANKS} ranks that wait, {unit * 1000:g} ms a unit, frames of {prod(order.frames) / 1e6:.0f} MB"
-    report(f"emulate: seconds a step on {title}", rows, json_file)
+            seconds = next(line[key] for line in rows if line["schedule"] == base)
+            for line in rows:
+                line[f"{label} x {base}"] = seconds / line[key]
+    report(f"emulate: seconds a step on {title(order)}", rows, json_file)
 
 
-def _row(step: Load, traces: list[Trace], unit: float) -> dict[str, Any]:
+def frames(downsample: int) -> tuple[int, ...]:
+    """The shape of a clip's frames, every so many pixels of them."""
+    return (81, 480 // downsample, 832 // downsample, 3)
+
+
+def title(order: Order) -> str:
+    """What the steps run on."""
+    return f"{RANKS} ranks that wait, {order.unit * 1000:g} ms a unit, frames of {prod(order.frames) / 1e6:.0f} MB"
+
+
+def measured(order: Order, out: Path) -> list[tuple[Case, Load, list[Trace]]]:
+    """The traces of each case's rounds, which are run in turn on real ranks; its files lie in `out`."""
+    steps = {case: case.load().searched() for case in order.cases}
+    out.mkdir(parents=True, exist_ok=True)
+    _write(out / "order.json", order)
+    for case, step in steps.items():
+        _write(out / f"{case.name}.plan.json", step.plan)
+    if launch.start_ranks(RANKS, "bench.emulate", [str(out)]):
+        raise click.ClickException("a rank failed; it has said why")
+    return [
+        (case, step, msgspec.json.decode((out / f"{case.name}.traces.json").read_bytes(), type=list[Trace]))
+        for case, step in steps.items()
+    ]
+
+
+def row(step: Load, traces: list[Trace], unit: float) -> dict[str, Any]:
     """planned_s: transfers and updates take no time, as in the paper's proportions; simulated_s: what they did here."""
     table = cost.CostTable(keep=1000)
     for trace in traces:
@@ -148,9 +179,8 @@ def _row(step: Load, traces: list[Trace], unit: float) -> dict[str, Any]:
     profiled = Profiled(step.durations(unit), table.estimates())
     measured = spread([trace.seconds for trace in traces])
     simulated = simulate(step.graph, step.plan, profiled).seconds
-    busy = [median(busy_share(trace, rank) for trace in traces) for rank in step.ranks.ranks]
+    devices = [median(busy_share(trace, rank) for trace in traces) for rank in step.ranks.ranks]
     return {
-        "schedule": step.name,
         "planned_s": step.simulated().seconds * unit,
         "simulated_s": simulated,
         "measured_s": measured["median"],
@@ -159,27 +189,27 @@ def _row(step: Load, traces: list[Trace], unit: float) -> dict[str, Any]:
         "n": len(traces),
         "measured / simulated": measured["median"] / simulated,
         "bound_s": step.bound() * unit,
-        "busy": " ".join(f"{share:.0%}" for share in busy),
+        "busy": " ".join(f"{share:.0%}" for share in devices),
     }
 
 
 async def _lead(controller: Controller, out: Path, order: Order) -> None:
     """Rank 0's part: all schedules in turn, once briefly to warm up and then as often as asked."""
     steps = {
-        name: replace(load(name), plan=msgspec.json.decode((out / f"{name}.plan.json").read_bytes(), type=Plan))
-        for name in NAMES
+        case: case.load().following(msgspec.json.decode((out / f"{case.name}.plan.json").read_bytes(), type=Plan))
+        for case in order.cases
     }
-    traces: dict[Name, list[Trace]] = {name: [] for name in NAMES}
+    traces: dict[Case, list[Trace]] = {case: [] for case in order.cases}
     for unit in (order.unit * WARM_UP, *[order.unit] * order.rounds):
-        for name, step in steps.items():
+        for case, step in steps.items():
             result = await controller.run(step.graph, step.plan, WaitingProgram(step.durations(unit)))
             for update in step.graph.of(Kind.UPDATE):
                 members = sum(task.mini_batch == update.mini_batch for task in step.graph.of(Kind.REPLAY))
                 assert set(result.values[update.id].values()) == {members}, "a gradient was lost, or summed twice"
             if unit == order.unit:
-                traces[name].append(result.trace)
-    for name, kept in traces.items():
-        _write(out / f"{name}.traces.json", kept)
+                traces[case].append(result.trace)
+    for case, kept in traces.items():
+        _write(out / f"{case.name}.traces.json", kept)
 
 
 def _write(file: Path, value: object) -> None:

@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 
 from algorithms.step import step_graph
 from asyncflow.core.bounds import best_bound
+from asyncflow.core.catch_up import variants
 from asyncflow.core.graph import Graph, Kind, Task
 from asyncflow.core.plan import Cluster, Plan
 from asyncflow.core.schedules import Name, cluster, schedule
 from asyncflow.core.search import search
 from asyncflow.core.simulate import simulate
 from asyncflow.core.trace import Trace
-from engines.rewards.registry import parse_rewards
+from engines.rewards.registry import WeightedReward
+from engines.rewards.toy import Colour
 
 RANKS = 6
 JUDGE_BATCH = 12
@@ -59,6 +61,11 @@ class Load:
         """What its tasks take, in units of `unit` seconds."""
         return Durations(unit=unit, switch=SWITCH if self.name == "colocated" else 0.0)
 
+    def following(self, plan: Plan) -> "Load":
+        """With a plan that `searched` found before, and the variant of the graph that it is of."""
+        (graph,) = (variant for variant in variants(self.graph, self.ranks) if plan.fits(variant, self.ranks))
+        return replace(self, graph=graph, plan=plan)
+
     def searched(self) -> "Load":
         """With the plan that `search` finds for stagebreaker, which takes seconds; other schedules have theirs."""
         if self.name != "stagebreaker":
@@ -75,9 +82,29 @@ class Load:
         return simulate(self.graph, self.plan, self.durations())
 
 
-def load(name: Name, *, candidates: int = 24, mini_batches: int = 2, reward_ranks: int = 2) -> Load:
-    """A step of `candidates` in as many groups as mini-batches, on 6 ranks; both baselines replay twice, as there."""
-    groups, rewards = mini_batches, parse_rewards(["colour"])
+class Judge(Colour):
+    """One of several judges, each as slow as the paper's; what it would say does not matter."""
+
+    def __init__(self, number: int, *, apart: bool) -> None:
+        self.name = f"number {number}"
+        self.apart = apart
+
+
+def load(
+    name: Name,
+    *,
+    candidates: int = 24,
+    mini_batches: int = 2,
+    reward_ranks: int = 2,
+    judges: int = 1,
+    apart: bool = False,
+) -> Load:
+    """A step of `candidates` in as many groups as mini-batches, on 6 ranks; both baselines replay twice, as there.
+
+    Each of `judges` scores all candidates, `apart` or on the devices of the reward ranks.
+    """
+    groups = mini_batches
+    rewards = [WeightedReward(Judge(number, apart=apart), 1.0) for number in range(judges)]
     dataflow = step_graph(groups, candidates // groups, mini_batches=mini_batches, task_batch=1, rewards=rewards)
     ranks = cluster(name, RANKS, 0 if name == "colocated" else reward_ranks)
     return Load(name, *schedule(name, dataflow, ranks, forward_replays=True, judge_batch=JUDGE_BATCH), ranks)

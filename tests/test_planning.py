@@ -160,6 +160,35 @@ def test_moved_videos_are_judged_where_they_are_decoded():
             assert moved.ranks[task.id] == moved.ranks[decode]
 
 
+def two_judges() -> tuple[Graph, Plan, Cluster]:
+    ranks = cluster("stagebreaker", 4, 2)
+    dataflow = rl_step(groups=3, batches=4, mini_batches=1, judges={"first": False, "second": False})
+    return *schedule("stagebreaker", dataflow, ranks, judge_batch=8), ranks
+
+
+def test_a_group_can_be_judged_in_one_place_for_each_judge():
+    """Whole, wherever it is decoded, and those of all judges go round the ranks."""
+    graph, plan, ranks = two_judges()
+    by_group = planned(graph, plan, ranks, Choice(8, by_group=True, decodes=5))
+    by_group.validate(graph, ranks)
+    places: dict[tuple[int, str], set[int]] = {}
+    for task in graph.of(Kind.SCORE):
+        places.setdefault((task.group, task.judge), set()).update(by_group.ranks[task.id])
+    assert [place for _, place in sorted(places.items())] == [{2}, {3}] * 3
+
+
+def test_the_search_finds_when_a_rank_should_judge_groups_whole():
+    """Where a batch is slow to begin, each rank takes one judge's groups; where it is not, videos as they come."""
+    graph, plan, ranks = two_judges()
+    units = {(task.group, task.judge) for task in graph.of(Kind.SCORE)}
+    for score, whole in ((BatchSeconds(20.0, 0.1), True), (BatchSeconds(0.0, 3.0), False)):
+        costs = StatedCosts({"rollout": 1.0, "decode": 0.5, "replay": 1.0, "update": 0.0, "score": score})
+        _, found, seconds = search(graph, plan, ranks, costs)
+        places = {(task.group, task.judge, *found.ranks[task.id]) for task in graph.of(Kind.SCORE)}
+        assert (len(places) == len(units)) == whole
+        assert not whole or seconds < 0.8 * simulate(graph, plan, costs).seconds
+
+
 def test_a_planner_searches_once_costs_are_known_and_again_when_they_drift():
     graph, plan, ranks = made()
     _, best, _ = search(graph, plan, ranks, costs(graph, plan).estimates())

@@ -31,6 +31,7 @@ FIRST: tuple[frozenset[Kind], ...] = (
 class Choice(msgspec.Struct, frozen=True):
     """What the search decides: tasks that move to the judges, the judges' batches, and the kinds that go `first`.
 
+    `by_group` a rank judges all videos of a group, by one judge, instead of some by all: in larger batches, but later.
     The first `decodes` move, since an actor decodes its last video itself while judges are busy; `replays` of each of
     the last `batches` mini-batches, since judges are free by then; and `references` and `old_log_probs`, first those
     whose replay moved.
@@ -38,6 +39,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     judge_batch: int
     patient: bool = False
+    by_group: bool = False
     decodes: int = 0
     batches: int = 0
     replays: int = 0
@@ -91,14 +93,20 @@ def _improved(graph: Graph, plan: Plan, ranks: Cluster, durations: Durations) ->
 
 
 def planned(graph: Graph, plan: Plan, ranks: Cluster, choice: Choice) -> Plan:
-    """`plan`, changed as `choice` says. What moves goes round the judges; a video is judged where it is decoded."""
+    """`plan`, changed as `choice` says. What moves goes round the judges.
+
+    A video is judged where it is decoded, unless its whole group is judged in one place, for each judge another one.
+    """
     places = dict(plan.ranks)
     judges = cycle(ranks.judges)
     for task in graph.of(Kind.DECODE)[: choice.decodes]:
         places[task.id] = (next(judges),)
+    turns: defaultdict[tuple[int, str], int] = defaultdict(cycle(ranks.judges).__next__)
     for task in graph.of(*JUDGE_KINDS):
         (maker,) = places[producer(task.inputs[0])]
-        if maker in ranks.judges:
+        if choice.by_group:
+            places[task.id] = (turns[task.group, task.judge],)
+        elif maker in ranks.judges:
             places[task.id] = (maker,)
     moved: dict[tuple[int, tuple[int, ...]], int] = {}
     for mini_batch in list(reversed(_replays(graph)))[: choice.batches]:
@@ -120,6 +128,7 @@ Change = tuple[dict[str, Any], ...]
 def _decisions(graph: Graph, plan: Plan) -> list[list[Change]]:
     """What is decided together: the changes to try, in each field that which moves least first."""
     wait = [{"patient": patient} for patient in (False, True)]
+    spread = [{"by_group": by_group} for by_group in (False, True)]
     decodes = _counts("decodes", graph.of(Kind.DECODE))
     replays = [{"batches": batches, "replays": each} for batches, each in _shares(graph)]
     references = _counts("references", graph.of(Kind.REFERENCE))
@@ -128,6 +137,7 @@ def _decisions(graph: Graph, plan: Plan) -> list[list[Change]]:
     batch = [{"judge_batch": size} for size in sorted(sizes, reverse=True)]
     first = [{"first": kinds} for kinds in FIRST]
     together = (
+        (wait, spread, decodes),
         (wait, decodes, replays), (wait, batch, first), (wait, references, replays), (wait, references, decodes),
         (wait, old, replays), (wait, old, decodes), (old, references),
     )  # fmt: skip
