@@ -87,7 +87,7 @@ class WaitingEngine(Engine):
         task = work.tasks[0]
         if work.sum_over_ranks:
             total = work.sum_over_ranks(sum(work.tensors.values(), torch.zeros(GRADIENT)))
-            return Result(values={task.id: total.max().item()})
+            return Result({f"{task.id}.total": total}, {task.id: total.max().item()})
         tensors = {
             f"{task.id}.{part}": torch.ones(shape, dtype=dtype)
             for part, (shape, dtype) in self.makes.get(task.kind, {}).items()
@@ -119,7 +119,7 @@ class Profiled:
 
     def run(self, tasks: Sequence[Task], rank: int) -> float:
         """See `Durations`."""
-        return (self.profile if tasks[0].kind is Kind.UPDATE else self.asked).run(tasks, rank)
+        return (self.profile if tasks[0].kind in (Kind.UPDATE, Kind.CATCH_UP) else self.asked).run(tasks, rank)
 
     def move(self, tensor: str, source: int, target: int) -> float:
         """See `Durations`."""

@@ -31,7 +31,8 @@ UNITS = {Kind.ROLLOUT: 29.0, Kind.DECODE: 12.5, Kind.FORWARD: 15.0, Kind.REPLAY:
 class Durations:
     """The load's durations in units of `unit` seconds; `switch` and `transfer` are units too.
 
-    A judge batch of b videos takes 100 + 9 b, and `switch` on top: a colocated rank judges one batch a step.
+    A judge batch of b videos takes 100 + 9 b, and `switch` on top unless it is apart: a colocated rank judges one batch
+    a step.
     """
 
     def __init__(self, *, unit: float = 1.0, switch: float = 0.0, transfer: float = 0.0) -> None:
@@ -40,8 +41,10 @@ class Durations:
     def run(self, tasks: Sequence[Task], rank: int) -> float:
         """See `asyncflow.core.cost.Durations`."""
         kind = tasks[0].kind
-        units = 100.0 + 9.0 * len(tasks) + self.switch if kind is Kind.SCORE else UNITS.get(kind, 0.0)
-        return units * self.unit
+        if kind is not Kind.SCORE:
+            return UNITS.get(kind, 0.0) * self.unit
+        switch = 0.0 if tasks[0].apart else self.switch
+        return (100.0 + 9.0 * len(tasks) + switch) * self.unit
 
     def move(self, tensor: str, source: int, target: int) -> float:
         """See `asyncflow.core.cost.Durations`."""
