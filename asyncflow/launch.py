@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
 
 import click
@@ -162,33 +163,38 @@ class EngineDevice:
     """The rank's device: an engine in the engine's thread, and in one for each judge that is apart."""
 
     def __init__(self) -> None:
-        self._lanes = {DEVICE: Lane("asyncflow-engine")}
+        self._lanes: dict[str, Lane] = {}
         self._engine: Engine | None = None
 
     async def load(self, build_engine: Callable[[], Engine]) -> None:
         """Build the engine."""
-        self._engine = await self._lanes[DEVICE].submit(build_engine)
+        self._engine = await self._lane(DEVICE).submit(build_engine)
 
     async def run(self, work: Work) -> Result:
         """See `Device`."""
         assert self._engine is not None, "the engine is not loaded"
-        engine, lane = self._engine, work.tasks[0].lane
-        if lane not in self._lanes:
-            self._lanes[lane] = Lane(f"asyncflow-{lane}")
+        engine = self._engine
 
         def run() -> Result:
             result = engine.run(work)
             wait_for([*work.tensors.values(), *result.tensors.values()])
             return result
 
-        return await self._lanes[lane].submit(run)
+        return await self._lane(work.tasks[0].lane).submit(run)
 
     async def close(self) -> None:
         """See `Device`."""
         if self._engine:
-            await self._lanes[DEVICE].submit(self._engine.close)
+            await self._lane(DEVICE).submit(self._engine.close)
         for lane in self._lanes.values():
             lane.close()
+
+    def _lane(self, name: str) -> Lane:
+        if name not in self._lanes:
+            self._lanes[name] = Lane("asyncflow-engine" if name == DEVICE else f"asyncflow-{name}")
+            # Torch tells a thread how many it may use when that first asks it to share work, and MKL before that not.
+            self._lanes[name].submit(partial(torch.set_num_threads, torch.get_num_threads()))
+        return self._lanes[name]
 
 
 async def _run_rank(

@@ -4,10 +4,46 @@ import json
 import os
 import select
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from asyncflow.launch import INTERRUPTED
+
+THREADS = """
+import asyncio, ctypes, re, torch
+from asyncflow.core.graph import Kind, Task
+from asyncflow.engine import Result, Work
+from asyncflow.launch import EngineDevice
+
+openmp = ctypes.CDLL(re.search(r"/.*(gomp|omp5).*", open("/proc/self/maps").read())[0])
+
+class Engine:
+    def run(self, work):
+        return Result(values={"threads": openmp.omp_get_max_threads()})
+    def close(self):
+        pass
+
+async def main():
+    device = EngineDevice()
+    await device.load(Engine)
+    for task in (Task("replay/0", Kind.REPLAY), Task("score/0", Kind.SCORE, judge="x", apart=True)):
+        print((await device.run(Work((task,), {}, None))).values["threads"])
+    await device.close()
+
+torch.set_num_threads(2)
+asyncio.run(main())
+"""
+
+
+def test_the_threads_that_compute_use_as_many_others_as_torch_was_told():
+    """Be it in a library that torch calls before it shares out work itself; those would wait busily in between."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS], env=environment, timeout=90, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["2", "2"]
 
 
 @pytest.mark.parametrize("channel", ["shared-memory", "gloo"])
