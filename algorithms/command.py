@@ -86,7 +86,7 @@ def be_rank(prepared: Prepared, place: launch.Rank) -> None:
                 rewards[name].cache_bytes = size
             judge = JudgeEngine(list(rewards.values()), pick_device(run.config.device, place.number))
         policy = PolicyEngine(prepared.policy_job(place.number)) if place.number in run.cluster.policy else None
-        return RankEngine(policy, judge)
+        return RankEngine(policy, judge, judges_rest=run.config.schedule == "colocated")
 
     launch.run_rank(place, build_engine, lambda controller: train(run, controller), run.config.channel)
 

@@ -250,10 +250,15 @@ class PolicyEngine:
 
 
 class RankEngine:
-    """Routes each kind of task to the engine of its role; where it goes on to train, the judges rest."""
+    """Routes each kind of task to the engine of its role.
 
-    def __init__(self, policy: PolicyEngine | None, judge: JudgeEngine | None) -> None:
+    Its judges rest where it goes on to train, if `judges_rest`. That is for schedules that judge all before they train:
+    elsewhere a replay may come between two judgements, and to wake a judge takes seconds.
+    """
+
+    def __init__(self, policy: PolicyEngine | None, judge: JudgeEngine | None, *, judges_rest: bool = False) -> None:
         self._judge = judge
+        self._judges_rest = judges_rest
         self._methods: dict[Kind, Callable[[Work], Result]] = {}
         if policy:
             self._methods |= {
@@ -274,7 +279,7 @@ class RankEngine:
     def run(self, work: Work) -> Result:
         """See `Engine`."""
         kind = work.tasks[0].kind
-        if kind is Kind.REPLAY and self._judge:
+        if kind is Kind.REPLAY and self._judge and self._judges_rest:
             self._judge.rest()
         return self._methods[kind](work)
 

@@ -275,11 +275,15 @@ class Parts:
 
 
 def test_judges_rest_where_training_begins():
-    """Before every replay, whatever else goes on; judges know whether they rest already."""
-    parts = Parts()
-    engine = RankEngine(parts, parts)
-    kinds = [Kind.DECODE, Kind.SCORE, Kind.DECODE, Kind.COMPARE, Kind.REPLAY, Kind.REPLAY, Kind.UPDATE, Kind.ROLLOUT]
-    for kind in [*kinds, Kind.SCORE, Kind.UPDATE, Kind.SCORE, Kind.REPLAY]:
-        engine.run(Work((Task(f"{kind}/0/0", kind),), {}, None, None))
-    first = ["decode", "judge", "decode", "judge", "rest", "replay", "rest", "replay", "update", "rollout"]
-    assert parts.asked == [*first, "judge", "update", "judge", "rest", "replay"]
+    """Before every replay, where they rest at all; they know whether they do so already."""
+    kinds = [Kind.DECODE, Kind.SCORE, Kind.DECODE, Kind.COMPARE, Kind.REPLAY, Kind.REPLAY, Kind.UPDATE, Kind.SCORE]
+    asked = []
+    for rests in (True, False):
+        parts = Parts()
+        engine = RankEngine(parts, parts, judges_rest=rests)
+        for kind in kinds:
+            engine.run(Work((Task(f"{kind}/0/0", kind),), {}, None, None))
+        asked.append(parts.asked)
+    judged = ["decode", "judge", "decode", "judge"]
+    assert asked[0] == [*judged, "rest", "replay", "rest", "replay", "update", "judge"]
+    assert asked[1] == [*judged, "replay", "replay", "update", "judge"]
