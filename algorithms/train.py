@@ -41,6 +41,8 @@ from engines.rewards.registry import WeightedReward
 
 SHOWN = 8
 """How many held-out prompts an evaluation writes a video of."""
+SHOWN_INVALID = 3
+"""Of how many judgements that failed a step or an evaluation says why; all are counted."""
 
 FAILED_SAVES = 3
 """How many saves may fail in a row before the run ends."""
@@ -194,7 +196,7 @@ class _Loop:
         metrics["checkpoint/failed"] = self.failed_saves
         with _writing(run.out):
             perfetto.write(result.trace, run.out / "trace" / f"step-{step:06d}.json")
-        for reason in program.report.invalid[:3]:
+        for reason in program.report.invalid[:SHOWN_INVALID]:
             click.echo(f"step {step}: invalid: {reason}", err=True)
         if metrics["critic/dropped_groups"] == config.prompts_per_step:
             reason = program.report.invalid[0]
@@ -226,6 +228,10 @@ class _Loop:
         program = SamplingProgram(graph, [[*samples, *(replace(sample, base=True, path="") for sample in samples)]])
         result = await self.controller.run(graph, plan, program, run.progress.costs.estimates())
         run.progress.costs.observe(result.trace, graph)
+        for name, reason in list(result.trace.invalid.items())[:SHOWN_INVALID]:
+            task = graph[name]
+            prompt = samples[task.candidates[0] % len(samples)].prompt
+            click.echo(f"evaluation after step {step}: invalid: {task.judge} of {prompt!r}: {reason}", err=True)
         metrics = evaluation_metrics(result, graph, run.rewards)
         reward = metrics.get(quality(run.rewards))
         if isinstance(reward, float) and (run.progress.best is None or reward > run.progress.best):

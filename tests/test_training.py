@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -265,15 +266,16 @@ def test_invalid_judgements_are_counted_and_left_out(recipe, run_ranks, tmp_path
     prompts.write_text("".join(f"a {colour} square moving {way}\n" for colour in ("red", "cyan") for way in WAYS))
     options = [
         *recipe, "--steps=2", "--reward=engines.rewards.testing:Blind", f"--prompts={prompts}",
-        "--mini-batches=4", f"--out={tmp_path / 'run'}",
+        "--mini-batches=4", f"--out={tmp_path / 'run'}", f"--eval-prompts={prompts}",
     ]  # fmt: skip
     codes, output = run_ranks(2, options, tmp_path / "output")
     assert codes == [0, 0], output
-    for made in metrics(tmp_path / "run"):
+    for made in filter(itemgetter("step"), metrics(tmp_path / "run")):
         assert (made["critic/invalid"], made["critic/kept"]) == (8, 8)
     assert torch.load(tmp_path / "run/checkpoints/step-000002/optimizer.pt", weights_only=True)["steps"] == 4
     assert "step 1: invalid: blind of candidate 0 of prompt 'a " in output
     assert "moving left': it moves left" in output
+    assert "evaluation after step 0: invalid: blind of 'a red square moving left': it moves left\n" in output
 
 
 @pytest.mark.parametrize(
