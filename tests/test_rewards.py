@@ -28,12 +28,15 @@ def brightness(video: torch.Tensor, prompt: str) -> float | Invalid:
 
 @pytest.mark.parametrize("name", [f"{__name__}:brightness", f"python:{__name__}:brightness"])
 def test_a_function_of_a_video_and_its_prompt_is_a_reward(name, monkeypatch):
-    """Of its own name; what it says of a video is the outcome, invalid ones included."""
+    """Of its own name, and apart if it says so; what it says of a video is the outcome, invalid ones included."""
     monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(brightness=brightness))
     (made,) = parse_rewards([f"{name}=0.5"])
     video = torch.full((1, 2, 2, 3), 7, dtype=torch.uint8)
     assert (made.name, made.weight) == ("brightness", 0.5)
     assert made.reward.score([video, video], ["a", ""]) == [7.0, Invalid("there is no prompt")]
+    assert not made.reward.apart
+    monkeypatch.setattr(brightness, "apart", True, raising=False)
+    assert parse_rewards([name])[0].reward.apart
 
 
 def test_built_in_rewards_by_name_with_weights():

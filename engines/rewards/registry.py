@@ -71,10 +71,14 @@ def _parse(specification: str) -> WeightedReward:
 
 
 class Scored(PointwiseReward):
-    """A function of a video, uint8 [T, H, W, 3], and its prompt, that gives its score, or Invalid with a reason."""
+    """A function of a video, uint8 [T, H, W, 3], and its prompt, that gives its score, or Invalid with a reason.
+
+    Its attribute `apart`, if it has one, is the reward's.
+    """
 
     def __init__(self, function: Callable[[Tensor, str], Outcome]) -> None:
         self.name = function.__name__
+        self.apart = getattr(function, "apart", False)
         self._function = function
 
     def score(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> list[Outcome]:
