@@ -8,6 +8,8 @@ import torch
 
 from algorithms.dancegrpo import DanceGRPO, DanceGRPOConfig
 from algorithms.prepare import prepare
+from algorithms.step import step_graph
+from asyncflow.core.graph import JUDGE_KINDS
 from asyncflow.engine import Invalid
 from asyncflow.errors import ConfigError, RewardError
 from engines.rewards import build
@@ -158,6 +160,21 @@ def test_a_wrong_pattern_or_scale(answer, scale, sentence, tmp_path):
     )
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         parse_rewards([str(file)])
+
+
+def test_what_others_compute_is_apart(monkeypatch, tmp_path):
+    """An endpoint, vLLM's processes and the CPU's OCR; not what computes on the rank's own device."""
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    on_vllm = tmp_path / "judge.toml"
+    on_vllm.write_text('protocol = "unified-reward-2"\nmodel = "model"')
+    rewards = parse_rewards([f"vr-thinker@{URL}", str(on_vllm), "ocr", "toy-judge", "colour"])
+    assert {reward.name: reward.reward.apart for reward in rewards} == {
+        "vr-thinker": True, "unified-reward-2": True, "ocr": True, "toy-judge": False, "colour": False,
+    }  # fmt: skip
+    tasks = step_graph(1, 2, mini_batches=1, task_batch=1, rewards=rewards).of(*JUDGE_KINDS)
+    assert {task.judge for task in tasks if task.apart} == {"vr-thinker", "unified-reward-2", "ocr"}
 
 
 def test_a_missing_package_is_named_before_anything_starts(monkeypatch):

@@ -40,6 +40,8 @@ def test_a_run_ends_with_what_its_judge_said(schedule, ranks, options, run_ranks
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["judge/toy-judge/valid"] for step in steps] == [8, 8]
     assert all(step["judge/toy-judge/tokens/mean"] > 5 for step in steps)
+    trace = json.loads((tmp_path / "run" / "trace" / "step-000002.json").read_text())["traceEvents"]
+    assert {event["cat"] for event in trace if event.get("name") == "score"} == {"judge toy-judge"}, "beside the device"
 
 
 def rank_of(pid: int) -> str:
