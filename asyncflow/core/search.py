@@ -79,7 +79,7 @@ def _improved(graph: Graph, plan: Plan, ranks: Cluster, durations: Durations) ->
     best = Choice(plan.judge_batch)
     found, seconds = plan, simulate(graph, plan, durations).seconds
     tried = {best}
-    for changes in _decisions(graph, plan) * ROUNDS:
+    for changes in _decisions(graph, plan, ranks) * ROUNDS:
         for change in changes:
             choice = msgspec.structs.replace(best, **ChainMap(*change))
             if choice in tried:
@@ -125,10 +125,10 @@ Change = tuple[dict[str, Any], ...]
 """Fields of a `Choice` and their values."""
 
 
-def _decisions(graph: Graph, plan: Plan) -> list[list[Change]]:
+def _decisions(graph: Graph, plan: Plan, ranks: Cluster) -> list[list[Change]]:
     """What is decided together: the changes to try, in each field that which moves least first."""
     wait = [{"patient": patient} for patient in (False, True)]
-    spread = [{"by_group": by_group} for by_group in (False, True)]
+    spread = [{"by_group": by_group} for by_group in (False, True)[: len(ranks.judges)]]
     decodes = _counts("decodes", graph.of(Kind.DECODE))
     replays = [{"batches": batches, "replays": each} for batches, each in _shares(graph)]
     references = _counts("references", graph.of(Kind.REFERENCE))
