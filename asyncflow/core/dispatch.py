@@ -11,7 +11,7 @@ there.
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -122,6 +122,8 @@ class Dispatcher:
         self.plan = plan
         self.log: list[tuple[Event, tuple[Command, ...]]] = []
         self.aborted = False
+        self._commands: list[Command] = []
+        """What the event at hand has led to so far."""
         self._finished: set[str] = set()
         self._skipped: set[str] = set()
         self._waiting_for = {task.id: set(task.predecessors) for task in graph}
@@ -131,16 +133,16 @@ class Dispatcher:
         """The lanes that each task occupies: of a gang all, else one."""
         self._ready: dict[Place, list[str]] = {place: [] for places in self._places.values() for place in places}
         self._uses: Counter[tuple[str, int]] = Counter()
-        self._owner = {tensor: producer(tensor) for tensor in graph.consumers}
-        self._home = {tensor: plan.ranks[owner][0] for tensor, owner in self._owner.items()}
-        """The task and the rank that make each tensor."""
+        self._home = {tensor: plan.ranks[maker][0] for tensor, maker in graph.makers.items()}
+        """The rank that makes each tensor."""
         for task in graph:
-            if task.id in graph.gangs:  # a gang reads its inputs where they lie
-                self._uses.update((tensor, self._home[tensor]) for tensor in task.inputs)
-                continue
-            (rank,) = plan.ranks[task.id]
-            self._uses.update((tensor, rank) for tensor in task.inputs)
-            self._missing[task.id] = {tensor for tensor in task.inputs if self._home[tensor] != rank}
+            for tensor in task.inputs:
+                home = self._home[tensor]
+                # A gang reads its inputs where they lie.
+                rank = home if task.id in graph.gangs else plan.ranks[task.id][0]
+                self._uses[tensor, rank] += 1
+                if rank != home:
+                    self._missing[task.id].add(tensor)
         self._to_judge = Counter(
             (plan.ranks[task.id][0], task.kind, task.judge) for task in graph if task.kind in JUDGE_KINDS
         )
@@ -169,9 +171,11 @@ class Dispatcher:
 
     def on(self, event: Event) -> list[Command]:
         """Take one event; return what to do now, in this order."""
-        commands = [] if self.aborted else list(self._react(event))
-        self.log.append((event, tuple(commands)))
-        return commands
+        self._commands = []
+        if not self.aborted:
+            self._react(event)
+        self.log.append((event, tuple(self._commands)))
+        return self._commands
 
     def story(self, name: str) -> list[tuple[Event, tuple[Command, ...]]]:
         """Everything that happened to task `name` or its tensors, in order, for tests and for people who debug."""
@@ -194,7 +198,7 @@ class Dispatcher:
         story = ((event, tuple(filter(concerns, made))) for event, made in self.log)
         return [(event, made) for event, made in story if made or concerns(event)]
 
-    def _react(self, event: Event) -> Iterator[Command]:
+    def _react(self, event: Event) -> None:
         match event:
             case Begin():
                 for name in self.plan.order:
@@ -207,8 +211,9 @@ class Dispatcher:
                 self._running_on[ticket].discard(rank)
                 if not self._running_on[ticket]:
                     del self._running_on[ticket]
+                    over = self._forgo if cancelled else self._finish
                     for name in self._running.pop(ticket).tasks:
-                        yield from self._forgo(name) if cancelled else self._finish(name)
+                        over(name)
             case Moved(sequence=sequence):
                 move = self._moving.pop(sequence)
                 self._on_its_way.discard((move.tensor, move.target))
@@ -216,29 +221,29 @@ class Dispatcher:
                     if move.target in self.plan.ranks[name] and move.tensor in self._missing[name]:
                         self._missing[name].discard(move.tensor)
                         self._queue_if_ready(name)
-                yield from self._release(move.tensor, move.source)
+                self._release(move.tensor, move.source)
                 if not self._uses[move.tensor, move.target]:  # its consumers were skipped while it travelled
-                    yield Drop(move.tensor, move.target)
+                    self._commands.append(Drop(move.tensor, move.target))
             case Unneeded(tasks=tasks):
                 for name in tasks:
-                    yield from self._skip(name)
-                yield from self._cancel(tasks)
+                    self._skip(name)
+                self._cancel(tasks)
             case Failed(reason=reason) | RankLost(reason=reason):
                 self.aborted = True
-                yield Abort(reason)
+                self._commands.append(Abort(reason))
                 return
-        yield from self._start(self.plan.judge_wait)
+        self._start(self.plan.judge_wait)
         if not self._running and not self._moving:  # judges wait for what needs the very batch they gather
             self._changed.update(place for place, ready in self._ready.items() if ready)
-            yield from self._start(1)
+            self._start(1)
 
-    def _finish(self, name: str) -> Iterator[Command]:
+    def _finish(self, name: str) -> None:
         """A task ended: let its tensors go where they are needed, and its inputs go if it was their last user."""
         self._finished.add(name)
         for successor in self.graph.successors[name]:
             self._waiting_for[successor].discard(name)
             self._queue_if_ready(successor)
-        yield from self._release_inputs(name)
+        self._release_inputs(name)
         for tensor in self.graph.outputs[name]:
             source = self._home[tensor]
             targets = {
@@ -253,11 +258,11 @@ class Dispatcher:
                 move = Move(self.sequence, tensor, source, target)
                 self._moving[move.sequence] = move
                 self._on_its_way.add((tensor, target))
-                yield move
+                self._commands.append(move)
             if not self._uses[tensor, source]:  # all who wanted it were skipped
-                yield Drop(tensor, source)
+                self._commands.append(Drop(tensor, source))
 
-    def _skip(self, name: str) -> Iterator[Command]:
+    def _skip(self, name: str) -> None:
         """Never run `name`, unless it has started."""
         if name in self._finished or name in self._started:
             return
@@ -266,9 +271,9 @@ class Dispatcher:
             if name in self._ready[place]:
                 self._ready[place].remove(name)
                 self._changed.add(place)  # a gang no longer reserves it
-        yield from self._forgo(name)
+        self._forgo(name)
 
-    def _cancel(self, tasks: tuple[str, ...]) -> Iterator[Command]:
+    def _cancel(self, tasks: tuple[str, ...]) -> None:
         """Stop those of `tasks` that are running and whose results nobody needs."""
         for run in self._running.values():
             name = run.tasks[0]
@@ -276,18 +281,18 @@ class Dispatcher:
                 continue
             if self._starved_without(name) <= self._skipped:
                 self._cancelled.add(run.ticket)
-                yield Cancel(run.ticket, run.ranks[0])
+                self._commands.append(Cancel(run.ticket, run.ranks[0]))
 
-    def _forgo(self, name: str) -> Iterator[Command]:
+    def _forgo(self, name: str) -> None:
         """`name` makes nothing: what needs its results never runs; tasks that only come after it go on."""
         self._finished.add(name)
         self._skipped.add(name)
-        yield from self._release_inputs(name)
+        self._release_inputs(name)
         starved = self._starved_without(name)
         for successor in self.graph.successors[name]:
             self._waiting_for[successor].discard(name)
             if successor in starved:
-                yield from self._skip(successor)
+                self._skip(successor)
             else:
                 self._queue_if_ready(successor)
 
@@ -300,18 +305,18 @@ class Dispatcher:
             if name in self.graph[successor].values or name in map(producer, self.graph[successor].inputs)
         }
 
-    def _release_inputs(self, name: str) -> Iterator[Command]:
+    def _release_inputs(self, name: str) -> None:
         for tensor in self.graph[name].inputs:
             rank = self._home[tensor] if name in self.graph.gangs else self.plan.ranks[name][0]
-            yield from self._release(tensor, rank)
+            self._release(tensor, rank)
 
-    def _release(self, tensor: str, rank: int) -> Iterator[Command]:
+    def _release(self, tensor: str, rank: int) -> None:
         """One use of `tensor` on `rank` is over; drop it there after the last, unless it never got there."""
         self._uses[tensor, rank] -= 1
-        owner = self._owner[tensor]
-        made = owner in self._finished and owner not in self._skipped
+        maker = self.graph.makers[tensor]
+        made = maker in self._finished and maker not in self._skipped
         if made and not self._uses[tensor, rank] and (tensor, rank) not in self._on_its_way:
-            yield Drop(tensor, rank)
+            self._commands.append(Drop(tensor, rank))
 
     def _queue_if_ready(self, name: str) -> None:
         if not self._waiting_for[name] and not self._missing[name] and name not in self._finished:
@@ -319,7 +324,7 @@ class Dispatcher:
                 insort(self._ready[place], name, key=self._priority.__getitem__)
                 self._changed.add(place)
 
-    def _start(self, judge_wait: int) -> Iterator[Command]:
+    def _start(self, judge_wait: int) -> None:
         """Start the first ready task of every idle lane. A ready gang reserves its ranks until all of them are idle."""
         changed, self._changed = sorted(self._changed), set()
         for place in changed:
@@ -332,7 +337,7 @@ class Dispatcher:
             else:
                 tasks = (gang,) if self._busy.isdisjoint(self._places[gang]) else ()
             if tasks:
-                yield self._run(tasks)
+                self._commands.append(self._run(tasks))
 
     def _first(self, rank: int, ready: list[str], judge_wait: int) -> tuple[str, ...]:
         """The first ready task of a lane, or its first judge batch that is large enough; none if all are too small."""

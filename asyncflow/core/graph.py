@@ -84,8 +84,9 @@ class Graph:
     """Tasks in the order they were declared, which is also their order of priority unless a plan says otherwise.
 
     `successors[task]` are the tasks that wait for it, `consumers[tensor]` the tasks that read a tensor,
-    `outputs[task]` the tensors of a task that somebody reads, sorted; `gangs` are the tasks that several ranks run.
-    It `catches_up` if some ranks take part in no update but take the same step later.
+    `makers[tensor]` the one that makes it, `outputs[task]` the tensors of a task that somebody reads, sorted; `gangs`
+    are the tasks that several ranks run. It `catches_up` if some ranks take part in no update but take the same step
+    later.
     """
 
     def __init__(self, tasks: Iterable[Task]) -> None:
@@ -106,9 +107,10 @@ class Graph:
                 maker = self.tasks[producer(tensor)].kind
                 assert maker not in LOCAL_KINDS, f"{task.id} reads {tensor}, but no {maker} makes any"
                 self.consumers.setdefault(tensor, []).append(task.id)
+        self.makers = {tensor: producer(tensor) for tensor in self.consumers}
         self.outputs: dict[str, tuple[str, ...]] = dict.fromkeys(self.tasks, ())
         for tensor in sorted(self.consumers):
-            self.outputs[producer(tensor)] += (tensor,)
+            self.outputs[self.makers[tensor]] += (tensor,)
         try:
             TopologicalSorter({name: task.predecessors for name, task in self.tasks.items()}).prepare()
         except CycleError as error:
