@@ -177,19 +177,19 @@ def row(step: Load, traces: list[Trace], unit: float) -> dict[str, Any]:
     for trace in traces:
         table.observe(trace, step.graph)
     profiled = Profiled(step.durations(unit), table.estimates())
-    measured = spread([trace.seconds for trace in traces])
+    took = spread([trace.seconds for trace in traces])
     simulated = simulate(step.graph, step.plan, profiled).seconds
-    devices = [median(busy_share(trace, rank) for trace in traces) for rank in step.ranks.ranks]
+    busy = [median(busy_share(trace, rank) for trace in traces) for rank in step.ranks.ranks]
     return {
         "planned_s": step.simulated().seconds * unit,
         "simulated_s": simulated,
-        "measured_s": measured["median"],
-        "p5": measured["p5"],
-        "p95": measured["p95"],
+        "measured_s": took["median"],
+        "p5": took["p5"],
+        "p95": took["p95"],
         "n": len(traces),
-        "measured / simulated": measured["median"] / simulated,
+        "measured / simulated": took["median"] / simulated,
         "bound_s": step.bound() * unit,
-        "busy": " ".join(f"{share:.0%}" for share in devices),
+        "busy": " ".join(f"{share:.0%}" for share in busy),
     }
 
 
