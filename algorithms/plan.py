@@ -142,13 +142,14 @@ def _measured(costs: CostTable) -> str:
 def _line(prediction: Prediction) -> str:
     seconds, bound = prediction.trace.seconds, prediction.bound
     ratio = seconds / bound.seconds if bound.seconds else 1.0
-    lanes = {rank: [DEVICE] for rank in prediction.cluster.ranks}
-    for rank, lane in prediction.trace.lanes():
-        lanes[rank] += [lane] if lane != DEVICE else []
-    busy = " ".join(
-        "+".join(f"{busy_share(prediction.trace, rank, lane):.0%}" for lane in mine) for rank, mine in lanes.items()
-    )
+    busy = " ".join(_busy(prediction.trace, rank) for rank in prediction.cluster.ranks)
     return f"{prediction.name:14}{seconds:10.2f}{bound.seconds:10.2f}{ratio:12.2f}  {busy}; {bound.by}"
+
+
+def _busy(trace: Trace, rank: int) -> str:
+    """The share of a rank's device, and of each judge that is apart there."""
+    judges = [lane for on, lane in trace.lanes() if on == rank and lane != DEVICE]
+    return "+".join(f"{busy_share(trace, rank, lane):.0%}" for lane in (DEVICE, *judges))
 
 
 def _moved(prediction: Prediction) -> str:
