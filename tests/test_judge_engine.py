@@ -107,7 +107,7 @@ def test_a_reward_rests_once_and_never_while_it_judges():
 
 
 def test_a_judgement_waits_for_the_rest_under_way():
-    """What comes while it is going to rest wakes it afterwards."""
+    """Nobody else may ask it meanwhile; what came is judged afterwards."""
     resting, may = Event(), Event()
 
     class Resting(Slow):
@@ -123,7 +123,7 @@ def test_a_judgement_waits_for_the_rest_under_way():
         rest = threads.submit(judges.rest)
         assert resting.wait(SOON_S)
         judging = threads.submit(judges.judge, work("slow"))
-        assert not slow.notes
+        assert judges._judges["slow"]._asked.locked() and not slow.notes
         may.set()
         rest.result(SOON_S)
         judging.result(SOON_S)

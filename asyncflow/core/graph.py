@@ -48,8 +48,8 @@ class Task(msgspec.Struct, frozen=True, dict=True):
     An `id` is `<kind>/<position>`. `inputs` name tensors, as `<task id>.<part>`; the rank that made a tensor, of a gang
     the first, keeps it, and the dispatcher has it moved where it is read. `values` name tasks whose small results
     (log-probabilities, scores, advantages) this one needs; they travel with the control messages. `after` only orders.
-    `candidates` are positions in the task's group, and `judge` names the reward. What is `apart` is computed elsewhere,
-    by a server or processes beside the rank, which merely waits for it: on a lane of that judge's own.
+    `candidates` are positions in the task's group, and `judge` names the reward. What is `apart` leaves the rank's
+    device alone, since a server, other processes or the CPU compute it: it is on a lane of that judge's own.
     """
 
     id: str
