@@ -21,6 +21,7 @@ from engines.rewards.settings import APPLIES, PROTOCOLS, JudgeSettings
 from engines.rewards.testing import Blind
 
 URL = "http://localhost:8000/v1"
+VIDEOALIGN = Path(__file__).parent / "golden" / "videoalign_tiny"
 VIDEO = torch.zeros(40, 4, 4, 3, dtype=torch.uint8)
 
 
@@ -160,6 +161,23 @@ def test_a_wrong_pattern_or_scale(answer, scale, sentence, tmp_path):
     )
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         parse_rewards([str(file)])
+
+
+def test_a_judge_that_only_scores_has_a_policy_of_its_own(tmp_path):
+    """Its folder, name and policy may stand in a file; keys of judges that write are refused there."""
+    file = tmp_path / "quality.toml"
+    said = f'protocol = "videoalign-mq"\nmodel = "{VIDEOALIGN}"\nname = "quality"\n'
+    file.write_text(f'{said}on-invalid = "drop-group"\nmax-invalid = 0.1')
+    (made,) = parse_rewards([f"{file}=0.5"])
+    assert (made.name, made.weight, made.reward.on_invalid, made.reward.max_invalid) == (
+        "quality", 0.5, "drop-group", 0.1,
+    )  # fmt: skip
+    for key in ('url = "http://x"', "frames = 4", "concurrency = 2", 'engine = "transformers"'):
+        file.write_text(f"{said}{key}")
+        with pytest.raises(ConfigError, match=f"{key.split()[0]}: videoalign-mq has no use for it; leave it out"):
+            parse_rewards([str(file)])
+    with pytest.raises(ConfigError, match="url: hpsv2 has no use for it"):
+        parse_rewards([f"hpsv2@{URL}"])
 
 
 def test_what_others_compute_is_apart(monkeypatch, tmp_path):

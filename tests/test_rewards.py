@@ -28,15 +28,27 @@ def brightness(video: torch.Tensor, prompt: str) -> float | Invalid:
 
 @pytest.mark.parametrize("name", [f"{__name__}:brightness", f"python:{__name__}:brightness"])
 def test_a_function_of_a_video_and_its_prompt_is_a_reward(name, monkeypatch):
-    """Of its own name, and apart if it says so; what it says of a video is the outcome, invalid ones included."""
+    """Of its own name and settings; what it says of a video is the outcome, invalid ones included."""
     monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(brightness=brightness))
     (made,) = parse_rewards([f"{name}=0.5"])
     video = torch.full((1, 2, 2, 3), 7, dtype=torch.uint8)
     assert (made.name, made.weight) == ("brightness", 0.5)
     assert made.reward.score([video, video], ["a", ""]) == [7.0, Invalid("there is no prompt")]
-    assert not made.reward.apart
-    monkeypatch.setattr(brightness, "apart", True, raising=False)
-    assert parse_rewards([name])[0].reward.apart
+    assert (made.reward.apart, made.reward.on_invalid, made.reward.max_invalid) == (False, "drop-candidate", 1.0)
+    for setting, value in {"apart": True, "on_invalid": "abort", "max_invalid": 0.2}.items():
+        monkeypatch.setattr(brightness, setting, value, raising=False)
+    (made,) = parse_rewards([name])
+    assert (made.reward.apart, made.reward.on_invalid, made.reward.max_invalid) == (True, "abort", 0.2)
+
+
+@pytest.mark.parametrize("own", [brightness, Blind])
+def test_a_policy_that_is_none_is_refused(own, monkeypatch):
+    """Of a function as of a class: it would otherwise count as the default one."""
+    monkeypatch.setattr(own, "on_invalid", "drop_group", raising=False)
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(own=own))
+    expected = "on_invalid: expected one of drop-candidate, drop-group, abort, got 'drop_group'"
+    with pytest.raises(ConfigError, match=f"^--reward: {__name__}:own: {expected}$"):
+        parse_rewards([f"{__name__}:own"])
 
 
 def test_built_in_rewards_by_name_with_weights():

@@ -47,9 +47,9 @@ class Reward(ABC):
     on_invalid: OnInvalid = "drop-candidate"
     """What one candidate without a reward means: it alone is left out, or its group is, or the run ends."""
     apart: bool = False
-    """Whether others compute its judgements, a server or the CPU, while the rank's device goes on with other work.
+    """Whether its judgements leave the rank's device alone, since a server, other processes or the CPU compute them.
 
-    It is then called from a thread of its own, one batch at a time.
+    It is then called from a thread of its own, one batch at a time, while the device goes on with other work.
     """
     max_invalid: float = 1.0
     """The share of its judgements over some steps that may be invalid; more ends the run."""

@@ -52,17 +52,13 @@ def make_judge(specification: str) -> Reward:
                 raise ConfigError("there is no such file")
             return _judge(resolve(JudgeSettings, {}, specification), Path(specification).parent)
         name, _, place = specification.partition("@")
-        if name in CLIP:
-            return CLIP[name](Path(place))
-        if name in VARIANTS:
-            return VideoAlign(Path(place), name)
         return _judge(_short(name, place), Path())
     except ConfigError as error:
         raise ConfigError(f"--reward {specification}: {str(error).removeprefix(f'{specification}: ')}") from None
 
 
 def _short(protocol: str, place: str) -> JudgeSettings:
-    if protocol not in PROTOCOLS:
+    if protocol not in KNOWN:
         raise ConfigError(f'unknown judge "{protocol}"{suggestion(protocol, KNOWN)}')
     if not place or "?" in place:
         raise ConfigError("expected an address or a folder after the @; other settings go into a file, --reward X.toml")
@@ -72,21 +68,31 @@ def _short(protocol: str, place: str) -> JudgeSettings:
 
 
 def _judge(settings: JudgeSettings, folder: Path) -> Reward:
+    judge = _writing(settings, folder) if settings.protocol in PROTOCOLS else _scorer(settings, folder)
+    judge.max_invalid = settings.max_invalid
+    return judge
+
+
+def _scorer(settings: JudgeSettings, folder: Path) -> Reward:
+    kind, place = str(settings.protocol), folder / settings.model
+    judge: Reward = CLIP[kind](place) if kind in CLIP else VideoAlign(place, kind)
+    judge.name = settings.name or kind
+    judge.on_invalid = settings.on_invalid
+    return judge
+
+
+def _writing(settings: JudgeSettings, folder: Path) -> Reward:
     protocol = _protocol(settings, folder)
     engine, needs, apart = _engine(settings, folder, protocol)
     chat = ChatJudge(
         engine, protocol, concurrency=settings.concurrency, deadline=settings.deadline, needs=needs, apart=apart
     )
     name = settings.name or str(settings.protocol)
-    judge: Reward
     if protocol.videos == 1:
-        judge = ScoringJudge(name, chat, on_invalid=settings.on_invalid)
-    else:
-        judge = ComparingJudge(
-            name, chat, on_invalid=settings.on_invalid, opponents=settings.pairs, both_orders=settings.both_orders
-        )
-    judge.max_invalid = settings.max_invalid
-    return judge
+        return ScoringJudge(name, chat, on_invalid=settings.on_invalid)
+    return ComparingJudge(
+        name, chat, on_invalid=settings.on_invalid, opponents=settings.pairs, both_orders=settings.both_orders
+    )
 
 
 def _protocol(settings: JudgeSettings, folder: Path) -> ChatProtocol:

@@ -9,18 +9,21 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from torch import Tensor
 
 from asyncflow.config import suggestion
 from asyncflow.errors import ConfigError
-from engines.rewards.base import Outcome, PairwiseReward, PointwiseReward, Reward
+from engines.rewards.base import OnInvalid, Outcome, PairwiseReward, PointwiseReward, Reward
 from engines.rewards.build import KNOWN, SHIPPED, is_judge, make_judge
 from engines.rewards.ocr import Ocr
 from engines.rewards.toy import Colour, ColourDuel, Motion
 
 BUILT_IN: dict[str, type[Reward]] = {reward.name: reward for reward in (Colour, Motion, ColourDuel, Ocr)}
 NAMES = (*BUILT_IN, *SHIPPED)
+SETTINGS = {"apart", "on_invalid", "max_invalid"}
+"""What a reward of one's own may say of itself, by these attributes of its class or function."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,13 @@ def _parse(specification: str) -> WeightedReward:
 class Scored(PointwiseReward):
     """A function of a video, uint8 [T, H, W, 3], and its prompt, that gives its score, or Invalid with a reason.
 
-    Its attribute `apart`, if it has one, is the reward's.
+    What it has of a reward's settings, as attributes, is the reward's.
     """
 
     def __init__(self, function: Callable[[Tensor, str], Outcome]) -> None:
         self.name = function.__name__
-        self.apart = getattr(function, "apart", False)
+        for setting in SETTINGS & vars(function).keys():
+            setattr(self, setting, getattr(function, setting))
         self._function = function
 
     def score(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> list[Outcome]:
@@ -92,6 +96,11 @@ def _import(name: str) -> Reward:
         found = getattr(importlib.import_module(module_name), own)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"--reward: cannot import {name}: {error}") from None
+    policy = getattr(found, "on_invalid", Reward.on_invalid)
+    if policy not in get_args(OnInvalid):
+        raise ConfigError(
+            f"--reward: {name}: on_invalid: expected one of {', '.join(get_args(OnInvalid))}, got {policy!r}"
+        )
     if inspect.isfunction(found):
         return Scored(found)
     is_reward = inspect.isclass(found) and issubclass(found, PointwiseReward | PairwiseReward)

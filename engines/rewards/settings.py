@@ -1,4 +1,4 @@
-"""The settings of a judge that writes: the keys of its TOML file, checked before anything starts."""
+"""The settings of a judge with a model: the keys of its TOML file, checked before anything starts."""
 
 import re
 from typing import Annotated, Literal, get_args
@@ -18,10 +18,14 @@ Protocol = Literal[
     "custom-compare",
 ]
 PROTOCOLS: tuple[str, ...] = get_args(Protocol)
+"""Of judges that write."""
+Scorer = Literal["hpsv2", "pickscore", "videoalign", "videoalign-vq", "videoalign-mq", "videoalign-ta"]
+"""Judges that do not, but score."""
 SCORING = ("unified-reward-2", "custom-score")
 COMPARING = tuple(name for name in PROTOCOLS if name not in SCORING)
 
 APPLIES = {
+    **dict.fromkeys(("url", "engine", "template", "frames", "max_tokens", "concurrency", "deadline"), PROTOCOLS),
     "answer": ("custom-score", "custom-compare"),
     "scale": ("custom-score",),
     "expectation": ("unified-reward-2",),
@@ -35,9 +39,9 @@ APPLIES = {
 class JudgeSettings(Struct, frozen=True, kw_only=True):
     """A judge, where it runs, and how it is asked."""
 
-    protocol: Annotated[Protocol | None, Meta(description="How the judge is asked, and how its answers are read.")] = (
-        None
-    )
+    protocol: Annotated[
+        Protocol | Scorer | None, Meta(description="How the judge is asked and its answers are read, or its kind.")
+    ] = None
     name: Annotated[str, Meta(description="The reward's name; empty for the protocol's.")] = ""
     url: Annotated[str, Meta(description="Address of an OpenAI-compatible endpoint, with its /v1.")] = ""
     model: Annotated[
@@ -81,7 +85,7 @@ class JudgeSettings(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.protocol is None:
-            raise ConfigError(f"protocol: expected one of {', '.join(PROTOCOLS)}")
+            raise ConfigError(f"protocol: expected one of {', '.join((*PROTOCOLS, *get_args(Scorer)))}")
         defaults = {key: default for key, default in zip(self.__struct_fields__, self.__struct_defaults__, strict=True)}
         for key, protocols in APPLIES.items():
             if getattr(self, key) != defaults[key] and self.protocol not in protocols:

@@ -83,6 +83,7 @@ class VideoAlign(PointwiseReward):
     def __init__(self, folder: Path, name: str = "videoalign") -> None:
         """Raises ModelError if `folder` does not hold what the reward needs, before any weights are read."""
         self.name = name
+        self._dimensions = VARIANTS[name]
         self._settings = _read_settings(folder / "model_config.json")
         checkpoints = sorted(folder.glob("checkpoint-*/model.pth"), key=lambda path: (len(str(path)), path))
         if not checkpoints or not (folder / "config.json").is_file():
@@ -132,7 +133,7 @@ class VideoAlign(PointwiseReward):
         return sum(
             (score - getattr(norms, f"{dimension}_mean")) / getattr(norms, f"{dimension}_std")
             for dimension, score in scores
-            if dimension in VARIANTS[self.name]
+            if dimension in self._dimensions
         )
 
     @torch.inference_mode()
