@@ -15,6 +15,7 @@ from algorithms.memory import SHARE, RunMemory, split
 from algorithms.prepare import Prepared, prepare
 from asyncflow import launch
 from asyncflow.config import resolve
+from asyncflow.core.schedules import NAMES, Name
 from asyncflow.errors import ConfigError
 from asyncflow.options import run
 from engines.memory import Estimate
@@ -154,3 +155,18 @@ def test_a_rank_loads_its_judges_first_each_with_its_grant(made: Made, monkeypat
     command.be_rank(Prepared(granted._run, granted._settings, granted, None, []), launch.Rank(1, 2))
     assert loaded == [(judges, "cuda:1"), "cuda:1"]
     assert [judge.cache_bytes for judge in judges] == [16 * GIB, 4 * GIB]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_judges_rest_where_all_is_judged_before_any_training(
+    name: Name, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is so in a colocated run; elsewhere they would be woken between two judgements."""
+    granted = made(name, Judge("first"), gpus=(200, 200))
+    rest: list[bool] = []
+    monkeypatch.setattr(command, "JudgeEngine", lambda rewards, device: None)
+    monkeypatch.setattr(command, "PolicyEngine", lambda job: None)
+    monkeypatch.setattr(command, "RankEngine", lambda policy, judge, judges_rest: rest.append(judges_rest))
+    monkeypatch.setattr(launch, "run_rank", lambda place, build_engine, *_: build_engine())
+    command.be_rank(Prepared(granted._run, granted._settings, granted, None, []), launch.Rank(1, 2))
+    assert rest == [name == "colocated"]
