@@ -137,6 +137,16 @@ def test_what_a_judge_s_batches_take_is_a_line(medians: dict[int, float], line: 
     assert (fitted.batch, fitted.each) == pytest.approx((line.batch, line.each))
 
 
+def test_what_a_judge_that_is_apart_takes_is_measured_too():
+    """Else no step with it could be predicted, nor a plan be searched."""
+    graph = Graph([msgspec.structs.replace(task, apart=True) for task in SCORES] + list(GRAPH)[len(SCORES) :])
+    trace, table = Trace(), CostTable()
+    trace.ran(Run(1, ("score/0", "score/1"), (2,)), graph, 2, 10.0, 13.0)
+    table.observe(trace, graph)
+    assert [span.lane for span in trace.spans] == ["judge quality"]
+    assert table.estimates().run([graph["score/0"], graph["score/1"]], 2) == 3.0
+
+
 def test_a_size_that_was_seen_often_pulls_the_line():
     """As much as its number says; an outlier among its durations does not, since its median stands for them."""
     once = observed((1, 1.0), (2, 2.0), (4, 10.0)).estimates().judging["score/quality"]

@@ -16,7 +16,8 @@ GRAPH = Graph(
         Task("rollout/0", Kind.ROLLOUT),
         Task("decode/0", Kind.DECODE, inputs=("rollout/0.path",)),
         Task("score/0", Kind.SCORE, inputs=("decode/0.frames",)),
-        Task("reward/0", Kind.REWARD, values=("score/0",)),
+        Task("score/apart", Kind.SCORE, inputs=("decode/0.frames",), judge="a", apart=True),
+        Task("reward/0", Kind.REWARD, values=("score/0", "score/apart")),
         Task("barrier/0", Kind.BARRIER, after=("reward/0",)),
         Task("replay/0", Kind.REPLAY, inputs=("rollout/0.path",), after=("barrier/0",)),
         Task("rollout/1", Kind.ROLLOUT),
@@ -109,6 +110,16 @@ def test_a_gang_that_waits_for_its_needs_is_charged_to_them():
         ("rollout/1", 0, 0.0, 1.0), ("replay/0", 1, 0.0, 5.0), ("update/0", 0, 5.0, 6.0), ("update/0", 1, 5.0, 6.0)
     )
     assert waited_for(made, GRAPH, 0) == {"replay": 4.0}
+
+
+def test_a_device_waits_for_a_judge_that_is_apart():
+    """Even one of its own rank, which keeps it no busier."""
+    made = trace(
+        ("decode/0", 0, 0.0, 1.0), ("score/apart", 0, 1.0, 5.0), ("reward/0", CONTROLLER, 5.0, 5.0),
+        ("barrier/0", CONTROLLER, 5.0, 5.0), ("replay/0", 0, 5.0, 8.0),
+    )  # fmt: skip
+    assert waited_for(made, GRAPH, 0) == {"score": 4.0}
+    assert (busy_share(made, 0), busy_share(made, 0, "judge a")) == (0.5, 0.5)
 
 
 def test_a_gap_without_a_reason_is_the_dispatch():
